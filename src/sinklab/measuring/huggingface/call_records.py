@@ -163,11 +163,6 @@ class CallRecords(Recorder):
         """Record an attention call; return its output if it was computed together with the column sums, else None.
 
         A call of the inner transformer of an exported model, outside a forward pass of the model, is not recorded.
-
-        Raises:
-            SinklabError: if only a submodule of the Hugging Face model was called, truncated lengths are measured with
-                gradients, or the keys are not those of the tokens (see `LayerTotals.add`).
-            InputError: see `DetailsCollector.attention`.
         """
         if not self._running:
             if self._native:
@@ -226,12 +221,7 @@ class CallRecords(Recorder):
         return real_tokens((at_S >= first_B1) & (at_S < first_B1 + count_B[:, None]))
 
     def entering(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the model: start the records of a pass.
-
-        Raises:
-            SinklabError: if the KV cache does not contain exactly the tokens seen so far.
-            InputError: if the attention mask is not a padding mask.
-        """
+        """Forward pre-hook of the model: start the records of a pass."""
         if self._paused:
             return
         arguments = self._signature.bind_partial(*args, **kwargs).arguments
@@ -239,11 +229,7 @@ class CallRecords(Recorder):
         self._calls, self._running, self._cached = 0, True, arguments.get("past_key_values") is not None
 
     def leaving(self, _: nn.Module, __: tuple[Any, ...], ___: Any) -> None:
-        """Forward hook of the model: check that every layer was recorded.
-
-        Raises:
-            SinklabError: if the number of recorded attention calls is not the number of attention layers.
-        """
+        """Forward hook of the model: check that every layer was recorded."""
         if self._paused:
             return
         self._running = False
@@ -261,13 +247,7 @@ class CallRecords(Recorder):
 def call_records(
     model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int] = (), details: DetailsCollector | None = None
 ) -> Iterator[CallRecords]:
-    """Record attention as `probe` does, for a model whose attention calls can be intercepted.
-
-    Raises:
-        SinklabError: if another thread intercepts the model; in a forward pass, see `CallRecords.entering`, `observe`
-            and `leaving`.
-        InputError: in a forward pass, see `CallRecords.entering` and `observe`.
-    """
+    """Record attention as `probe` does, with the same errors, for a model whose attention calls can be intercepted."""
     records = CallRecords(model, adapter, lengths, details)
     watching = (
         model.register_forward_pre_hook(records.entering, with_kwargs=True),

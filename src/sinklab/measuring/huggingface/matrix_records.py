@@ -119,13 +119,7 @@ class MatrixRecords(Recorder):
 def matrix_records(
     model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsCollector | None = None
 ) -> Iterator[MatrixRecords]:
-    """Record attention as `probe` does, for a model that bypasses transformers' attention interface.
-
-    Raises:
-        SinklabError: in a forward pass, if the attention of some layer was not recorded or a KV cache is passed.
-        InputError: in a forward pass, if the attention mask is not a padding mask; see also
-            `DetailsCollector.attention`.
-    """
+    """Record attention as `probe` does, with the same errors, for a model that bypasses the attention interface."""
     watch = MatrixRecords(model, lengths, details)
     watching = (
         model.register_forward_pre_hook(watch._entering, with_kwargs=True),

@@ -88,8 +88,9 @@ def probe(
 
     Raises:
         SinklabError: if another thread probes the model. In a forward pass, if the attention of some layer cannot be
-            recorded, or the KV cache was started before the probe, was cropped or reordered, or is not supported
-            (matrix_records.py). In `generate`, if the generation mode is not supported.
+            recorded, only a submodule was called, `lengths` are used with gradients, or the KV cache was started before
+            the probe, was cropped or reordered, or is not supported (static; matrix_records.py). In `generate`, if the
+            generation mode is not supported.
         InputError: if the model is not a Hugging Face model or its weights are on the meta device. In a forward pass,
             if the attention mask is not a padding mask.
     """
@@ -103,14 +104,11 @@ def probe(
 def adapter_records(
     model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int], details: DetailsCollector | None
 ) -> Iterator[Recorder]:
-    """Record attention as `probe` does, with an existing adapter; `model.generate` is not changed.
+    """Record attention as `probe` does, with the same errors; `model.generate` is not changed.
 
     Args:
         model: model whose forward passes are recorded.
         adapter: adapter of the model, or of the inner transformer of an exported model.
-
-    Raises:
-        InputError, SinklabError: see `probe`.
     """
     with probed_alone(model):
         recording = call_records(model, adapter, lengths, details) if adapter.dispatches else None

@@ -87,10 +87,6 @@ class Recorder(ABC):
 
         Args:
             arguments: arguments of the model's `forward`, by name.
-
-        Raises:
-            SinklabError: if the cache is static, or does not contain exactly the tokens seen so far.
-            InputError: if the attention mask is not a padding mask.
         """
         cache, tokens_BT = arguments.get("past_key_values"), arguments.get("input_ids")
         if getattr(cache, "is_compileable", False):
