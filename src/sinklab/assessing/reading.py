@@ -129,8 +129,8 @@ class PairedReader:
         self._log_p_RV = list[Tensor]()
         self.whole: ByPosition | None = None
         with changed_attention(adapter):
-            alike = not adapter.depends_on_length(adapter.context, tokens_NT.shape[1])
-            whole_NTE = self._read(tokens_NT) if whole and alike else None
+            same_rope = not adapter.depends_on_length(adapter.context, tokens_NT.shape[1])
+            whole_NTE = self._read(tokens_NT) if whole and same_rope else None
             self._unchanged_NTE = self._within_context(whole_NTE)
             self.unchanged = self._against(self._unchanged_NTE)
             self._passed()

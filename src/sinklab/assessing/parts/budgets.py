@@ -51,7 +51,7 @@ from sinklab.plots import PlotAxis
 FULL = (0.125, 0.25, 0.5)
 SHOWN_FULL = 0.25  # fraction f of the answers and scalar results, and fraction of heads in `retrieval`
 BUDGET_DRAWS = 3
-BY_COST, BY_SINK, ANY, FOR_ALL = "by cost", "by sink share", "random", "one for all"
+BY_COST, BY_SINK, RANDOM, FOR_ALL = "by cost", "by sink share", "random", "one for all"
 
 
 class HeadBudget(Effect):
@@ -134,16 +134,16 @@ class Budgets(AssessPart):
             yield self.row(f"{one.policy}, {100 * one.full:g} % full", one, more, **shown)
 
     def remark(self) -> str:
-        dearest = ", ".join(f"{layer}.{head}" for layer, head in self.retrieval[:8])
+        costliest = ", ".join(f"{layer}.{head}" for layer, head in self.retrieval[:8])
         costs = {(one.layer, one.head): one.kl for one in self.heads}
         share = sum(costs[head] for head in self.retrieval) / (sum(costs.values()) or 1)
         return (
             f"budgets: with each KV head restricted alone, the {len(self.retrieval)} costliest of {len(costs)} heads "
-            f"account for {100 * share:.0f} % of the summed KL divergence; the largest (layer.head): {dearest}"
+            f"account for {100 * share:.0f} % of the summed KL divergence; the largest (layer.head): {costliest}"
         )
 
     def figure(self) -> PartFigure:
-        none = [self.point(self.restricted, policy, self.size) for policy in (BY_COST, BY_SINK, ANY, FOR_ALL)]
+        none = [self.point(self.restricted, policy, self.size) for policy in (BY_COST, BY_SINK, RANDOM, FOR_ALL)]
         return PartFigure(
             "Budgets by head",
             f"Loss added to {self.unchanged.loss:.3f} when some KV heads keep all {self.length:,} keys and the others "
@@ -151,7 +151,7 @@ class Budgets(AssessPart):
             "same number of keys.",
             [*none, *(self.point(one, one.policy, one.keys) for one in self.policies)],
             PlotAxis("Keys per head at the end of the text, mean", "x", "keys"),
-            series=(BY_COST, BY_SINK, ANY, FOR_ALL),
+            series=(BY_COST, BY_SINK, RANDOM, FOR_ALL),
         )
 
 
@@ -191,7 +191,7 @@ def assess_budgets(
     with intercept(adapter, observe=observe):
         alone.observed()
     names, shares = list(found), {head: float(torch.cat(values).mean()) for head, values in found.items()}
-    dearest = [(one.layer, one.head) for one in sorted(heads, key=lambda one: -one.kl)]
+    costliest = [(one.layer, one.head) for one in sorted(heads, key=lambda one: -one.kl)]
     least = sorted(names, key=lambda head: shares[head])
     reader, draw = PairedReader(adapter, tokens_NT, step), random.Random(settings.seed)
     S = tokens_NT.shape[1] + adapter.leading
@@ -205,9 +205,9 @@ def assess_budgets(
         keys = (count * S + (len(names) - count) * size) / len(names)
         drawn = [draw.sample(names, count) for _ in range(BUDGET_DRAWS)]
         for policy, effects in (
-            (BY_COST, [restricted(dearest[:count])]),
+            (BY_COST, [restricted(costliest[:count])]),
             (BY_SINK, [restricted(least[:count])]),
-            (ANY, [restricted(full) for full in drawn]),
+            (RANDOM, [restricted(full) for full in drawn]),
             (FOR_ALL, [reader.under(RollingCache(round(keys), first, in_cache=False)).effect()]),
         ):
             policies.append(HeadBudget(policy=policy, full=share, keys=keys, **mean_effect(effects)))
@@ -217,7 +217,7 @@ def assess_budgets(
         first=first,
         heads=heads,
         sink_shares=list(shares.values()),
-        retrieval=dearest[: round(SHOWN_FULL * len(names))],
+        retrieval=costliest[: round(SHOWN_FULL * len(names))],
         restricted=restricted(()),
         policies=policies,
     )

@@ -359,8 +359,8 @@ def assess_kv_cache(
     heads = alone.by_key_head(
         lambda chosen: alone.under(compute=RoundedCache(HEAD_BITS, heads=chosen, residual=residual).output)
     )
-    dearest = sorted(heads, key=lambda one: -one.kl)[: max(1, len(heads) // EXEMPT)]
-    exempt, names = ([(one.layer, one.head) for one in some] for some in (dearest, heads))
+    costliest = sorted(heads, key=lambda one: -one.kl)[: max(1, len(heads) // EXEMPT)]
+    exempt, names = ([(one.layer, one.head) for one in some] for some in (costliest, heads))
     draw = random.Random(settings.seed)
     drawn = [draw.sample(sorted(names), len(exempt)) for _ in range(DRAWS)]
 

@@ -157,7 +157,7 @@ def assess_pruning(adapter: Adapter, tokens_NT: Tensor, settings: AssessSettings
         count = len(choices[0])
         return RemovedHeads(order=order, share=share or count / len(roles), heads=count, **mean_effect(effects))
 
-    def alike(chosen: Sequence[HeadRole]) -> list[HeadRole]:
+    def of_the_same_layers(chosen: Sequence[HeadRole]) -> list[HeadRole]:
         layers = [role.layer for role in chosen]
         return [
             role
@@ -174,7 +174,7 @@ def assess_pruning(adapter: Adapter, tokens_NT: Tensor, settings: AssessSettings
             removed(SINK_FIRST, [most], share),
             removed(SINK_LAST, [least], share),
             removed(RANDOM, [draw.sample(roles, count) for _ in range(DRAWS)], share),
-            removed(SAME_LAYERS, [alike(most) for _ in range(DRAWS)], share),
+            removed(SAME_LAYERS, [of_the_same_layers(most) for _ in range(DRAWS)], share),
         ]
     kinds = []
     for kind in KINDS:

@@ -392,19 +392,19 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
             f"no weight was found that writes channel {channel} of the first position in block {ffn_layer}, whose "
             "feed-forward layer adds most to it: the gradients or the output of the layer are zero"
         )
-    behind = sign * added / float(out_E[channel])
+    g = sign * added / float(out_E[channel])
     by_name = {one.name: one for one in maps}
-    neurons, experts = _neurons_and_experts(maps, channel, behind, sign)
+    neurons, experts = _neurons_and_experts(maps, channel, g, sign)
 
     def zeroed(one: NeuronWrites, channels: int | slice) -> AbstractContextManager[None]:
         at = (one.neuron,) if one.expert is None else (one.expert, one.neuron)
         return zeroed_entries((by_name[one.name].by_channel, (channels, *at)))
 
-    def left(one: NeuronWrites) -> float:
+    def remaining(one: NeuronWrites) -> float:
         with zeroed(one, channel):
             return float(_first_position(adapter, tokens_N1)[block, :, channel].abs().mean())
 
-    chosen = min(neurons, key=left)
+    chosen = min(neurons, key=remaining)
     here, everywhere = by_name[chosen.name], slice(None)
     owner, _, leaf = here.name.rpartition(".")
     down = owner if len(maps) == 1 and chosen.expert is None and leaf == "weight" else None
@@ -453,18 +453,18 @@ def _first_position(adapter: Adapter, tokens_N1: Tensor) -> Tensor:
 
 
 def _neurons_and_experts(
-    maps: Sequence[DownMap], channel: int, behind: float, sign: int
+    maps: Sequence[DownMap], channel: int, g: float, sign: int
 ) -> tuple[list[NeuronWrites], list[ExpertWrites]]:
     """Return the neurons with the largest additions, and all experts with non-zero additions, largest first.
 
     Args:
-        behind: factor g of the module docstring.
+        g: factor g of the module docstring.
         sign: 1 or -1; with -1, the most negative addition is the largest.
     """
     neurons, experts = [], []
     for one in maps:
         writes = (one.activation * one.by_channel[channel]).float()
-        adds = behind * writes
+        adds = g * writes
         for place in (sign * adds).flatten().topk(min(STRONGEST_NEURONS, adds.numel())).indices:
             at = tuple(map(int, torch.unravel_index(place, adds.shape)))
             neurons.append(
@@ -478,7 +478,7 @@ def _neurons_and_experts(
                 )
             )
         if adds.ndim > 1:
-            sums = enumerate((behind * writes.sum(-1)).tolist())
+            sums = enumerate((g * writes.sum(-1)).tolist())
             experts += [ExpertWrites(name=one.name, expert=expert, adds=total) for expert, total in sums if total]
 
     def largest_first(one: NeuronWrites | ExpertWrites) -> float:
