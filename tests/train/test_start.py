@@ -24,7 +24,7 @@ from sinklab.model.transformer import Transformer
 from sinklab.train.directory.run import load_run, open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe, build_recipe, load_recipe
-from sinklab.train.start import begin, load_start, started
+from sinklab.train.start import load_initial_weights, load_start, with_checkpoint_values
 
 TRAINING: dict[str, Any] = {
     "train": {"steps": 4, "batch_size": 4, "eval_every": 2, "save_every": 2, "eval_sequences": 4, "precision": "fp32"},
@@ -57,12 +57,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe_on(checkpoint: Path, model: dict[str, Any], text: Path | None = None) -> Recipe:
     data = {"data": {"source": str(text), "valid_fraction": 0.2}} if text else {}
-    return started(build_recipe({"model": {"context": 32, "init_from": str(checkpoint), **model}, **TRAINING, **data}))
+    return with_checkpoint_values(
+        build_recipe({"model": {"context": 32, "init_from": str(checkpoint), **model}, **TRAINING, **data})
+    )
 
 
 def begun(checkpoint: Path, model: dict[str, Any]) -> Transformer:
     made = Transformer(recipe_on(checkpoint, model).model).eval()
-    begin(made, load_start(str(checkpoint)), checkpoint / "tokenizer.json")
+    load_initial_weights(made, load_start(str(checkpoint)), checkpoint / "tokenizer.json")
     return made
 
 
@@ -101,7 +103,7 @@ def test_sizes_and_tokenizer_that_a_recipe_leaves_open_are_the_checkpoints(check
     assert recipe.data.tokenizer == str(checkpoint)
     assert model.attention.bias.kind == "k"
     assert model.attention.bias.start == -12
-    assert started(recipe) == recipe
+    assert with_checkpoint_values(recipe) == recipe
 
 
 def test_a_bias_may_start_elsewhere(checkpoint: Path) -> None:
@@ -128,7 +130,7 @@ def test_a_started_run_is_resumed_bit_for_bit(checkpoint: Path, text: Path, tmp_
 
 def test_a_run_directory_can_be_a_start(tmp_path: Path) -> None:
     there, text = trained_run(tmp_path, {})
-    recipe = started(
+    recipe = with_checkpoint_values(
         build_recipe(
             {
                 "model": {"init_from": str(there), "gate": "element"},
@@ -158,9 +160,11 @@ def continued(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> tupl
         for parameter in before.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(parameter))))
     start = replace(load_start(str(directory)), weights=before.state_dict())
-    recipe = started(build_recipe({"model": {"init_from": str(directory), **here}, "metric": {"length": 8}}))
+    recipe = with_checkpoint_values(
+        build_recipe({"model": {"init_from": str(directory), **here}, "metric": {"length": 8}})
+    )
     made = Transformer(recipe.model.model_copy(update={"init_sha256": start.sha256()})).eval()
-    new = begin(made, start, directory / "tokenizer.json")
+    new = load_initial_weights(made, start, directory / "tokenizer.json")
     with torch.no_grad():
         return before(some_tokens(16) % 250), made(some_tokens(16) % 250), new
 
@@ -316,7 +320,7 @@ def test_the_cells_of_an_experiment_start_from_the_checkpoint(
 def test_a_recipe_without_the_hash_of_its_weights_is_refused(checkpoint: Path) -> None:
     model = Transformer(recipe_on(checkpoint, {}).model.model_copy(update={"init_sha256": None}))
     with pytest.raises(InputError, match=r"but no model\.init_sha256"):
-        begin(model, load_start(str(checkpoint)), checkpoint / "tokenizer.json")
+        load_initial_weights(model, load_start(str(checkpoint)), checkpoint / "tokenizer.json")
 
 
 def test_a_llama_with_scaled_frequencies_is_refused(checkpoint: Path, tmp_path: Path) -> None:

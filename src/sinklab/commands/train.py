@@ -20,7 +20,7 @@ from sinklab.train.loop import RunOutcome, StepReport, Trainer
 from sinklab.train.planning import TrainingPlan, check_fits, memory_line, plan_of, sized
 from sinklab.train.recipe import Recipe, load_recipe
 from sinklab.train.replay import Replay, replay
-from sinklab.train.start import started
+from sinklab.train.start import with_checkpoint_values
 from sinklab.train.track import Tracker, TrackerName, require, tracked
 from sinklab.train.world import World, joined_world
 
@@ -143,13 +143,13 @@ def replay_command(recipe: str, overrides: Iterable[str], out: Path | None, step
     with joined_world() as world:
         if world.size > 1:
             raise world.shared_error(InputError("--replay needs one process: start it without torchrun"))
-        loaded = started(load_recipe(recipe, overrides))
+        loaded = with_checkpoint_values(load_recipe(recipe, overrides))
         return replay(existing_run(loaded, _data(loaded, console), out), step)
 
 
 def _recipe(name: str, overrides: Iterable[str], world: World) -> Recipe:
     """Load a recipe and fill in unset values; with several processes, make this one's GPU the current CUDA device."""
-    recipe = started(load_recipe(name, overrides))
+    recipe = with_checkpoint_values(load_recipe(name, overrides))
     world.use(recipe.train.device)
     return recipe
 

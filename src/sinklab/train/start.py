@@ -124,7 +124,7 @@ def _tokenizer(name: str, loaded: Any) -> Tokenizer:
     return load_tokenizer(str(folder))
 
 
-def started(recipe: Recipe) -> Recipe:
+def with_checkpoint_values(recipe: Recipe) -> Recipe:
     """Return the recipe with unset values filled in from its initial checkpoint.
 
     These are the keys in `OPEN`, the hash of the weights and the tokenizer. If a bias has a key `start` that is not
@@ -186,7 +186,7 @@ def _check_sizes(recipe: Recipe, start: Start) -> None:
 
 
 @torch.no_grad()
-def begin(model: Transformer, start: Start, tokenizer_path: Path) -> list[str]:
+def load_initial_weights(model: Transformer, start: Start, tokenizer_path: Path) -> list[str]:
     """Load a checkpoint's weights into a new model in place, and initialise new tensors as in the module docstring.
 
     Args:
@@ -202,7 +202,7 @@ def begin(model: Transformer, start: Start, tokenizer_path: Path) -> list[str]:
     if model.config.init_sha256 is None:
         raise InputError(
             f"the recipe has model.init_from {start.name} but no model.init_sha256, the hash of the weights: set it "
-            "with `sinklab.train.start.started`, as `sinklab train` does"
+            "with `sinklab.train.start.with_checkpoint_values`, as `sinklab train` does"
         )
     if model.config.init_sha256 != start.sha256():
         raise InputError(

@@ -26,7 +26,7 @@ from sinklab.train.directory.checkpoint import TrainState
 from sinklab.train.directory.run import Run
 from sinklab.train.optim import build_optimizer, learning_rate
 from sinklab.train.parallelize import compiles_loss, local, recompute_blocks, share, whole
-from sinklab.train.start import begin, load_start
+from sinklab.train.start import load_initial_weights, load_start
 from sinklab.train.world import ALONE, World
 
 
@@ -62,7 +62,7 @@ class Updater:
         with _Looking(look):
             model = Transformer(self.recipe.model, self.recipe.seed)
         if (init_from := self.recipe.model.init_from) is not None:
-            world.on_all_ranks(lambda: begin(model, load_start(init_from), run.dataset.tokenizer_path))
+            world.on_all_ranks(lambda: load_initial_weights(model, load_start(init_from), run.dataset.tokenizer_path))
         self.model = model.to(self.device)
         recompute_blocks(self.model, self.recipe.train.recompute)
         with self.autocast():  # `share` runs a forward pass for FSDP

@@ -14,7 +14,7 @@ from sinklab.interventions import VARIANTS
 from sinklab.schema import leaves
 from sinklab.train.directory.run import resolve
 from sinklab.train.recipe import DATA_ORIGIN, KINDS, Recipe, build_recipe, recipe_values
-from sinklab.train.start import started
+from sinklab.train.start import with_checkpoint_values
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,9 @@ def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepC
     found = {}
     for name, overlays in experiment.cells_at(scale).items():
         top = {"name": name, "seed": 0}
-        recipe = started(build_recipe(values, *overlays, overlay, top, origin=f"cell {name} of {experiment.id}"))
+        recipe = with_checkpoint_values(
+            build_recipe(values, *overlays, overlay, top, origin=f"cell {name} of {experiment.id}")
+        )
         may_diverge = name in diverging or any(
             variant.may_diverge and variant.overlay in overlays for variant in VARIANTS.values()
         )
