@@ -199,6 +199,8 @@ class NotFiniteError(SinklabError):
 class FiniteCheck:
     """Check that loss and gradient norm of every update are finite.
 
+    If either is not finite on any process, all processes raise NotFiniteError: in `add`, or with `late` in `read`.
+
     Args:
         optimizer: optimiser; with `late`, its step is skipped on the device after a non-finite loss or gradient norm.
         world: training processes; all must call the methods.
@@ -217,9 +219,6 @@ class FiniteCheck:
             step: number of the update, 1-based.
             loss: mean cross-entropy over this process's rows.
             grad_norm: global gradient norm before clipping.
-
-        Raises:
-            NotFiniteError: on all processes, if either is not finite on any process. With `late`, `read` raises it.
         """
         broken = ~(loss.isfinite() & grad_norm.isfinite())
         sums = self._world.sum_on_device(torch.stack((loss.double(), broken.double())))
@@ -237,9 +236,6 @@ class FiniteCheck:
         """Yield loss and gradient norm of the updates that were not yet read, except the last `left` updates.
 
         The loss is the mean cross-entropy over the global batch, nats per token. The norm is that before clipping.
-
-        Raises:
-            NotFiniteError: on all processes, if either is not finite on any process.
         """
         while len(self._waiting) > left:
             step, numbers, copied = self._waiting.popleft()

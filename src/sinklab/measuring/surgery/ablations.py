@@ -131,7 +131,6 @@ def plan_ablation(name: str, adapter: Adapter, tokens_NT: Tensor, bos_tokens: in
 
     Args:
         name: name of the ablation, which `Study.check` has checked.
-        tokens_NT: token ids, without padding; the massive activation is searched in the first sequence.
         bos_tokens: number of special tokens at the start of each sequence.
 
     Raises:

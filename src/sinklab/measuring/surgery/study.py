@@ -63,11 +63,9 @@ def measure_with_study(
             including the passes of ablations and `perturb`.
 
     Raises:
-        InputError: if tokens or options are invalid for the model (see `driver.measure`), an ablation or a position
-            does not exist in the model or the sequences, no token can be replaced at `perturb`, or ablations are
-            requested and there is no loss.
-        SinklabError: if the model cannot be measured (see `driver.measure`), or an ablation, `perturb` or the check of
-            the propositions is impossible in this model.
+        InputError: see `driver.measure`; also if an ablation or a position does not exist in the model or the
+            sequences, no token can be replaced at `perturb`, or ablations are requested and there is no loss.
+        SinklabError: see `driver.measure`; also if an ablation, `perturb` or the propositions are impossible.
     """
     plain = {"lengths": (), "details": False, "maps": (), "explore": False, "gradients": False}
     bare = options.model_copy(update=plain)
