@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from sinklab.errors import InputError, SinklabError
+from sinklab.errors import InputError
 from sinklab.model.transformer import Transformer
 from sinklab.train.config import Muon, ScheduleConfig
 from sinklab.train.directory.checkpoint import TrainState, load_checkpoint, save_checkpoint
-from sinklab.train.optim import MuonAndAdamW, build_optimizer, hidden_matrices, learning_rate
+from sinklab.train.optim import build_optimizer, hidden_matrices, learning_rate
 from sinklab.train.recipe import Recipe, build_recipe
 
 SMALL = {
@@ -100,12 +100,6 @@ def test_a_learning_rate_applies_to_both_parts_of_muon() -> None:
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     step(model, optimizer, 0)
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-
-
-def test_a_pytorch_without_muon_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(SinklabError, match=r"requires torch\.optim\.Muon.*adamw or sgd"):
-        MuonAndAdamW(Transformer(recipe({"name": "muon"}).model), Muon())
 
 
 def test_values_of_the_default_optimizer_need_no_name() -> None:

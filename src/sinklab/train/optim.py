@@ -5,7 +5,6 @@ import math
 import torch
 from torch import nn
 
-from sinklab.errors import SinklabError
 from sinklab.train.config import AdamW, Muon, OptimConfig, ScheduleConfig, Sgd
 
 
@@ -13,9 +12,6 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     """Build the optimiser of a model. Weight decay applies to all parameters, as in the paper's code (2410.10781).
 
     `config.lr` is only the initial learning rate; `Updater` sets the scheduled one before each step.
-
-    Raises:
-        SinklabError: if the installed PyTorch has no Muon.
     """
     match config:
         case AdamW():
@@ -36,23 +32,14 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """One optimiser made of `torch.optim.Muon` for `hidden_matrices` and AdamW for all other parameters.
 
     `param_groups` contains the groups of both optimisers, and both use this object's `state`.
-
-    Raises:
-        SinklabError: if the installed PyTorch has no Muon.
     """
 
     def __init__(self, model: nn.Module, config: Muon) -> None:
         hidden = hidden_matrices(model)
         names = {id(parameter) for parameter in hidden}
         rest = [parameter for parameter in model.parameters() if id(parameter) not in names]
-        kind = getattr(torch.optim, "Muon", None)
-        if kind is None:
-            raise SinklabError(
-                f"optim.name muon requires torch.optim.Muon, which PyTorch {torch.__version__} does not have: "
-                "install PyTorch 2.11 or newer, or use optim.name adamw or sgd"
-            )
-        decay, momentum = config.weight_decay, config.momentum
-        muon = kind(hidden, lr=config.lr, weight_decay=decay, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+        decay, momentum, scale = config.weight_decay, config.momentum, "match_rms_adamw"
+        muon = torch.optim.Muon(hidden, lr=config.lr, weight_decay=decay, momentum=momentum, adjust_lr_fn=scale)
         self.parts = [muon, _adamw(rest, config)]
         super().__init__([{"params": hidden}, {"params": rest}], {"lr": config.lr})
         self.param_groups = [group for part in self.parts for group in part.param_groups]

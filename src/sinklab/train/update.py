@@ -51,7 +51,7 @@ class Updater:
         InputError: if the device does not exist, the text is too short, a data intervention is outside the chunk or
             vocabulary, the batch size is not a multiple of the number of processes, or the initial checkpoint is
             unusable.
-        SinklabError: if the recipe uses Muon but the installed PyTorch has none; also as `load_start`.
+        SinklabError: as `load_start`.
     """
 
     def __init__(self, run: Run, world: World = ALONE, look: Callable[[], None] = lambda: None) -> None:
