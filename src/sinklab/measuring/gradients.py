@@ -11,18 +11,17 @@ the path through attention, even if another part of the block uses the same norm
 is used.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.batches import Batches
 from sinklab.measuring.metrics import first_to_rest
 from sinklab.models.adapter import Adapter
-from sinklab.models.hooks import evaluating
+from sinklab.models.hooks import evaluating, requiring_grad
 from sinklab.models.memory_budget import fitting_batch
 
 COMPARED = 32
@@ -96,7 +95,7 @@ def gradient_norms(
     targets = 0
     with ExitStack() as stack:
         stack.enter_context(evaluating(adapter.module))
-        stack.enter_context(_frozen(adapter.module))
+        stack.enter_context(requiring_grad(adapter.module.parameters(), False))  # autograd stores no inputs of layers
         stack.enter_context(adapter.attention_inputs(add_zero))  # may run the model on a few tokens
         stack.enter_context(torch.enable_grad())
         for start, stop in batches:
@@ -122,16 +121,3 @@ def gradient_norms(
 def gradient_sink(norm_LT: Tensor) -> list[float]:
     """Return R_GS of every attention layer from the norms of `gradient_norms`, T >= 3 (formula: module docstring)."""
     return first_to_rest(norm_LT[:, : min(COMPARED, norm_LT.shape[1] - 1)]).tolist()
-
-
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """Disable gradients of the weights in the `with` block, so that autograd does not store the inputs of layers."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)

@@ -83,6 +83,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+@contextmanager
+def requiring_grad(parameters: Iterable[Tensor], wanted: bool) -> Iterator[None]:
+    """Set `requires_grad` of parameters in the `with` block; then restore it."""
+    before = [(parameter, parameter.requires_grad) for parameter in parameters]
+    try:
+        for parameter, _ in before:
+            parameter.requires_grad_(wanted)
+        yield
+    finally:
+        for parameter, required in before:
+            parameter.requires_grad_(required)
+
+
 def token_norms(x: Tensor) -> Tensor:
     """Compute the l2 norm over the last axis in float32 (float64 for float64 input)."""
     return torch.linalg.vector_norm(x, dim=-1, dtype=accumulate_dtype(x.dtype))

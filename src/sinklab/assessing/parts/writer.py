@@ -54,7 +54,7 @@ from sinklab.assessing.super_weights import (
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter
-from sinklab.models.hooks import evaluating, hidden_states, hooked, residual_stream
+from sinklab.models.hooks import evaluating, hidden_states, hooked, requiring_grad, residual_stream
 from sinklab.models.intercept import intercept
 from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
@@ -340,19 +340,12 @@ def down_maps(adapter: Adapter, part: nn.Module, tokens_N1: Tensor, channel: int
     """
     outputs: list[Tensor] = []
     weights = {name: weight for name, weight in part.named_parameters() if weight.ndim > 1}
-    asked = [weight.requires_grad for weight in weights.values()]
-    try:
-        for weight in weights.values():
-            weight.requires_grad_(True)
-        keep = part.register_forward_hook(lambda _, __, output: outputs.append(hidden_states(output)))
-        with evaluating(adapter.module), hooked([keep]), torch.enable_grad():
-            adapter.hidden(tokens_N1.to(adapter.device))
-            out = outputs[-1]
-            out_E = out.reshape(-1, adapter.leading + 1, out.shape[-1])[:, 0].mean(0)
-            grads = torch.autograd.grad(out_E[channel], list(weights.values()), allow_unused=True)
-    finally:
-        for weight, before in zip(weights.values(), asked, strict=True):
-            weight.requires_grad_(before)
+    keep = part.register_forward_hook(lambda _, __, output: outputs.append(hidden_states(output)))
+    with hooked([keep]), evaluating(adapter.module), requiring_grad(weights.values(), True), torch.enable_grad():
+        adapter.hidden(tokens_N1.to(adapter.device))
+        out = outputs[-1]
+        out_E = out.reshape(-1, adapter.leading + 1, out.shape[-1])[:, 0].mean(0)
+        grads = torch.autograd.grad(out_E[channel], list(weights.values()), allow_unused=True)
     found = []
     for (name, weight), grad in zip(weights.items(), grads, strict=True):
         for axis in range(max(0, weight.ndim - 2), weight.ndim):
