@@ -1,4 +1,4 @@
-"""PyTorch hooks that are removed after use, also after an exception; recording of norms and hidden states."""
+"""Hooks and other changes of a model that last for a `with` block, and recording of norms and hidden states."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -81,6 +81,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
+
+
+@contextmanager
+def changed_entries(*changes: tuple[Tensor, Any, Tensor | float]) -> Iterator[None]:
+    """Set `tensor[index]` to values, for all triples (tensor, index, values), in the `with` block; then restore it."""
+    before = [tensor[index].detach().clone() for tensor, index, _ in changes]
+    with torch.no_grad():
+        for tensor, index, values in changes:
+            tensor[index] = values
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for (tensor, index, _), values in zip(changes, before, strict=True):
+                tensor[index] = values
 
 
 @contextmanager

@@ -54,7 +54,7 @@ from sinklab.assessing.super_weights import (
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter
-from sinklab.models.hooks import evaluating, hidden_states, hooked, requiring_grad, residual_stream
+from sinklab.models.hooks import changed_entries, evaluating, hidden_states, hooked, requiring_grad, residual_stream
 from sinklab.models.intercept import intercept
 from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
@@ -293,21 +293,6 @@ def silenced(part: nn.Module, positions: int | None = None) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def zeroed_entries(*entries: tuple[Tensor, tuple[Any, ...]]) -> Iterator[None]:
-    """Set the entries `weight[index]` of all pairs (weight, index) to zero in the `with` block, and restore them."""
-    before = [weight[index].detach().clone() for weight, index in entries]
-    with torch.no_grad():
-        for weight, index in entries:
-            weight[index] = 0
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for (weight, index), values in zip(entries, before, strict=True):
-                weight[index] = values
-
-
 @dataclass(frozen=True)
 class DownMap:
     """A down projection: a weight matrix of a feed-forward layer that writes to the residual stream.
@@ -391,7 +376,7 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
 
     def zeroed(one: NeuronWrites, channels: int | slice) -> AbstractContextManager[None]:
         at = (one.neuron,) if one.expert is None else (one.expert, one.neuron)
-        return zeroed_entries((by_name[one.name].by_channel, (channels, *at)))
+        return changed_entries((by_name[one.name].by_channel, (channels, *at), 0))
 
     def remaining(one: NeuronWrites) -> float:
         with zeroed(one, channel):
@@ -410,14 +395,14 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
         WEIGHT: zeroed(chosen, channel),
         "neuron": zeroed(chosen, everywhere),
         "feed-forward at the first position": silenced(part, S),
-        "largest weight to others": zeroed_entries((here.weight, tuple(map(int, largest)))),
+        "largest weight to others": changed_entries((here.weight, tuple(map(int, largest)), 0)),
     }
     if chosen.expert is not None:
-        changes["expert"] = zeroed_entries((here.by_channel, (everywhere, chosen.expert)))
+        changes["expert"] = changed_entries((here.by_channel, (everywhere, chosen.expert), 0))
     largest_of, weights = largest_activations(adapter, parts, tokens_NT, down), down_weights(parts, down, here.axis)
     projections = down_projections(largest_of, weights)
-    if supers := [(weights[one.layer], (one.channel, one.neuron)) for one in projections if one.spike > SPIKE]:
-        changes["super weights"] = zeroed_entries(*supers)
+    if supers := [(weights[one.layer], (one.channel, one.neuron), 0) for one in projections if one.spike > SPIKE]:
+        changes["super weights"] = changed_entries(*supers)
     return Writer(
         **reader.result_fields(),
         channel=channel,

@@ -10,7 +10,7 @@ from torch import nn
 from sinklab.errors import InputError
 from sinklab.measuring.options import check_pair
 from sinklab.models.adapter import Adapter, LanguageModel, adapt, residual_blocks
-from sinklab.models.hooks import hidden_states, hooked
+from sinklab.models.hooks import changed_entries, hidden_states, hooked
 from sinklab.models.model_lock import probed_alone
 from sinklab.models.native import is_exported
 
@@ -112,15 +112,8 @@ def _rewritten_positions(model: LanguageModel, source: dict[int, int]) -> Iterat
             raise InputError(f"position {position} does not exist: the model has positions 1 to {len(table_PC)}")
     table_PC = table_PC.detach()
     rows, others = (torch.tensor(list(pick), device=table_PC.device) - 1 for pick in (source, source.values()))
-    with probed_alone(adapter.module):
-        before, after = table_PC[rows].clone(), table_PC[others].clone()
-        try:
-            with torch.no_grad():
-                table_PC[rows] = after
-            yield
-        finally:
-            with torch.no_grad():
-                table_PC[rows] = before
+    with probed_alone(adapter.module), changed_entries((table_PC, rows, table_PC[others])):
+        yield
 
 
 @contextmanager
