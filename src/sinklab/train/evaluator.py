@@ -12,6 +12,7 @@ from sinklab.errors import InputError
 from sinklab.measuring.driver import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
+from sinklab.models.hooks import evaluating
 from sinklab.models.native import NativeAdapter
 from sinklab.train.directory.run import Run
 from sinklab.train.parallelize import gathered
@@ -41,19 +42,15 @@ class Evaluator:
         self.recipe, self.updater, self.look = run.recipe, updater, look
         self.batches = updater.world.on_all_ranks(lambda: _batches(run))
 
-    @torch.no_grad()
     def losses(self) -> tuple[float, dict[str, float]]:
         """Return the mean validation loss (nats per token) and, by name, the mean of each weighted auxiliary loss."""
         model, device, added = self.updater.model, self.updater.device, self.recipe.losses
         losses = []
-        model.eval()
-        try:
+        with evaluating(model):
             for batch in self.batches:
                 self.look()
                 with self.updater.autocast():
                     losses.append(model.losses(batch.to(device, non_blocking=True), added).double() * len(batch))
-        finally:
-            model.train()
         loss, *others = (torch.stack(losses).sum(0) / sum(map(len, self.batches))).tolist()
         return loss, dict(zip(added.terms, others, strict=True))
 
