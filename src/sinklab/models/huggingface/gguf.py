@@ -171,14 +171,6 @@ def check_memory(file: Gguf, dtype: torch.dtype, device: torch.device) -> None:
         )
 
 
-def as_ordinary(model: Any) -> "PreTrainedModel":
-    """Remove the GGUF attributes of a dequantised model in place, so that it can be saved; return the model."""
-    model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    return model
-
-
 def is_unpacked(model: "PreTrainedModel") -> bool:
     """Return True if the weights of a model from a GGUF file are dequantised."""
     return not any(hasattr(module, "ggml_type") for module in model.modules())

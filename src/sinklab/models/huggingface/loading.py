@@ -20,7 +20,7 @@ from sinklab.device import float32_if_emulated, pick_device
 from sinklab.errors import InputError, cause
 from sinklab.models.families import text_config
 from sinklab.models.huggingface.anatomy import quantisation, vocabulary_size
-from sinklab.models.huggingface.gguf import Gguf, as_ordinary, check_memory, find_gguf, read_header
+from sinklab.models.huggingface.gguf import Gguf, check_memory, find_gguf, read_header
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -134,7 +134,9 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
             wanted, notes = _faster_dtype(model.dtype, target)
         model = model.to(target, wanted if isinstance(wanted, torch.dtype) else None)
     if source.gguf is not None:
-        model = as_ordinary(model)
+        model.hf_quantizer = None  # an ordinary model, which can be saved
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
     return Pretrained(model.eval(), tokenizer, [*notes, *ignored], commit_of(name, loading.revision, loading.subfolder))
 
 
