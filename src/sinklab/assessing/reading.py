@@ -37,6 +37,7 @@ from sinklab.models.memory_budget import LOGITS_AT_ONCE, free_bytes
 
 TOKENS_AT_ONCE = 2**11
 TARGETS_OF_A_BLOCK = 64
+DRAWS = 3  # number of random sets of heads, whose losses are averaged
 LOG_PROBABILITIES_KEPT = 2**30  # bytes per text: 5,461 positions in float32 with a vocabulary of 49,152
 SLICE = 2**19  # logits per slice on a CPU: 2 MiB in float32
 Step = Callable[[], None]

@@ -32,6 +32,7 @@ from torch import Tensor
 from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.parts.streaming import Kept, RollingCache
 from sinklab.assessing.reading import (
+    DRAWS,
     HeadCost,
     KeyHeads,
     PairedReader,
@@ -50,7 +51,6 @@ from sinklab.plots import PlotAxis
 
 FULL = (0.125, 0.25, 0.5)
 SHOWN_FULL = 0.25  # fraction f of the answers and scalar results, and fraction of heads in `retrieval`
-BUDGET_DRAWS = 3
 BY_COST, BY_SINK, RANDOM, FOR_ALL = "by cost", "by sink share", "random", "one for all"
 
 
@@ -117,7 +117,7 @@ class Budgets(AssessPart):
         tokens_NT, others_MT = text.split(settings.sequences, settings.head_sequences, settings.length)
         adapter = text.model.adapter
         run = partial(assess_budgets, adapter, tokens_NT, others_MT, settings)
-        passes, passes_by_head = 2 + len(FULL) * (3 + BUDGET_DRAWS), 2 + len(key_heads(adapter))
+        passes, passes_by_head = 2 + len(FULL) * (3 + DRAWS), 2 + len(key_heads(adapter))
         return PartJob(passes * len(tokens_NT) + passes_by_head * len(others_MT), run)
 
     def rows(self) -> Iterator[PartRow]:
@@ -203,7 +203,7 @@ def assess_budgets(
     for share in FULL:
         count = round(share * len(names))
         keys = (count * S + (len(names) - count) * size) / len(names)
-        drawn = [draw.sample(names, count) for _ in range(BUDGET_DRAWS)]
+        drawn = [draw.sample(names, count) for _ in range(DRAWS)]
         for policy, effects in (
             (BY_COST, [restricted(costliest[:count])]),
             (BY_SINK, [restricted(least[:count])]),

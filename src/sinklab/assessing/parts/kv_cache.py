@@ -44,10 +44,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
-from sinklab.assessing.parts.pruning import DRAWS
 from sinklab.assessing.parts.quantisation import linear_maps
 from sinklab.assessing.parts.writer import EPS, feed_forward
 from sinklab.assessing.reading import (
+    DRAWS,
     LOG_PROBABILITIES_KEPT,
     ByPosition,
     HeadCost,

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.parts.heads import HeadRole, Heads, assess_heads
-from sinklab.assessing.reading import PairedReader, Step, mean_effect
+from sinklab.assessing.reading import DRAWS, PairedReader, Step, mean_effect
 from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.models.adapter import Adapter
@@ -35,7 +35,6 @@ from sinklab.plots import PlotAxis
 
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5)
 SHOWN_SHARE = 0.1  # fraction of heads removed in the scalar results
-DRAWS = 3
 KINDS = ("nop", "broadcast")
 SINK_FIRST, SINK_LAST, RANDOM, SAME_LAYERS = "sink first", "sink last", "random", "same layers"
 QueryHeads = frozenset[tuple[int, int]]
