@@ -29,14 +29,13 @@ from sinklab.attention.flex import score_mod  # noqa: E402
 from sinklab.attention.masks import Mask  # noqa: E402
 from sinklab.attention.scores import Score, apart  # noqa: E402
 from sinklab.data.prepare import prepare  # noqa: E402
-from sinklab.files import parse_yaml  # noqa: E402
 from sinklab.interventions import VARIANTS  # noqa: E402
 from sinklab.measuring import driver  # noqa: E402
 from sinklab.model import loss  # noqa: E402
 from sinklab.train import world  # noqa: E402
 from sinklab.train.directory.run import open_run  # noqa: E402
 from sinklab.train.evaluator import Evaluator  # noqa: E402
-from sinklab.train.recipe import build_recipe, recipe_text  # noqa: E402
+from sinklab.train.recipe import build_recipe, recipe_values  # noqa: E402
 from sinklab.train.update import Updater  # noqa: E402
 
 CONTEXT = 64
@@ -99,7 +98,7 @@ def noted(found: dict[str, Any], phase: str) -> Iterator[None]:
 def phases(overlay: Any, data: Any, out: Path) -> dict[str, Any]:
     """The events of a variant by phase."""
     found: dict[str, Any] = {}
-    values = parse_yaml(recipe_text("60m"))
+    values = recipe_values("60m")
     importance.seen_by.cache_clear()
     try:
         with card():

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from sinklab.data.prepare import prepared
 from sinklab.errors import SinklabError
@@ -14,7 +13,7 @@ from sinklab.experiments.definition import Scale
 from sinklab.experiments.shipped import experiment_ids, load_experiment
 from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
-from sinklab.train.recipe import Recipe, build_recipe, recipe_text
+from sinklab.train.recipe import Recipe, build_recipe, recipe_values
 
 SHORT = {"train": {"steps": 3, "eval_every": 3, "save_every": 3, "eval_sequences": 8}, "metric": {"sequences": 8}}
 NARROW: Mapping[Scale, Mapping[str, Any]] = {
@@ -37,7 +36,7 @@ def cells(scale: Scale) -> Iterator[tuple[str, Recipe]]:
         experiment = load_experiment(name)
         if scale not in experiment.base:
             continue
-        base = yaml.safe_load(recipe_text(experiment.base[scale]))
+        base = recipe_values(experiment.base[scale])
         for cell, overlays in experiment.cells_at(scale).items():
             recipe = build_recipe(base, *overlays, NARROW[scale], SHORT, {"name": cell})
             if (recipe.data.token_budget or 0) > TEXT:

@@ -12,7 +12,7 @@ import yaml
 
 from sinklab.experiments.definition import SCALES, Experiment, Scale
 from sinklab.experiments.shipped import experiment_ids, load_experiment
-from sinklab.train.recipe import Recipe, build_recipe, recipe_text
+from sinklab.train.recipe import Recipe, build_recipe, recipe_values
 
 RESULTS = Path(os.environ.get("SINKLAB_DATA", "../shared/data")).parent / "paper" / "results.yaml"
 needs_the_paper = pytest.mark.skipif(not RESULTS.is_file(), reason=f"the paper's numbers are not at {RESULTS}")
@@ -159,7 +159,7 @@ def test_every_table_and_figure_of_the_paper_is_an_experiment() -> None:
 
 
 def recipes_at(experiment: Experiment, scale: Scale) -> dict[str, Recipe]:
-    base = yaml.safe_load(recipe_text(experiment.base[scale]))
+    base = recipe_values(experiment.base[scale])
     origin = f"of {experiment.id} at scale {scale}"
     return {
         name: build_recipe(base, *overlays, origin=f"cell {name} {origin}")

@@ -23,7 +23,7 @@ from sinklab.experiments.documents import (
 )
 from sinklab.experiments.quantities import quantity as q
 from sinklab.experiments.verdicts.wording import each_seed
-from sinklab.train.recipe import recipe_text
+from sinklab.train.recipe import recipe_values
 
 STEPS = 1500
 SEEDS = 3
@@ -205,7 +205,7 @@ def make_cell(top: Path, name: str, cell: MadeCell) -> CellSummary:
 
 def make_sweep_run(top: Path, name: str, cell: MadeCell, seed: int) -> CellRun:
     """A run directory NAME-HASH with its record, its name that of the recipe; equal runs of two cells are one."""
-    recipe = yaml.safe_load(recipe_text("tiny")) | {"name": name if cell.change else "softmax", "seed": seed}
+    recipe = recipe_values("tiny") | {"name": name if cell.change else "softmax", "seed": seed}
     text = yaml.safe_dump({**recipe, "changed": dict(cell.change)}, sort_keys=False)
     run_hash = hashlib.sha256(text.encode()).hexdigest()[:16]
     folder = top / f"{recipe['name']}-{run_hash}".replace("/", "_")

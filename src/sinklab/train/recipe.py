@@ -118,32 +118,22 @@ class Recipe(Part):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
-def recipe_text(name: str) -> str:
-    """Read the text of a recipe file or of a shipped recipe, such as `tiny`.
-
-    Raises:
-        InputError: if there is no such file or shipped recipe, or the file cannot be read as UTF-8.
-    """
-    path = Path(name)
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"cannot read {name}: {error}") from error
-    packaged = resources.files("sinklab") / "recipes" / (name if name.endswith(".yaml") else f"{name}.yaml")
-    if packaged.is_file():
-        return packaged.read_text(encoding="utf-8")
-    known = sorted(p.name for p in (resources.files("sinklab") / "recipes").iterdir() if p.name.endswith(".yaml"))
-    raise InputError(f"recipe {name} not found: use a YAML file or one of {', '.join(k[:-5] for k in known)}")
-
-
 def recipe_values(name: str) -> dict[str, Any]:
-    """Read the keys and values of a recipe file or of a shipped recipe, before validation.
+    """Read the keys and values of a recipe file or of a shipped recipe, such as `tiny`, before validation.
 
     Raises:
-        InputError: as `recipe_text`; also if the recipe is not a YAML mapping.
+        InputError: if there is no such file or shipped recipe, the file cannot be read as UTF-8, or the recipe is not a
+            YAML mapping.
     """
-    text = recipe_text(name)
+    shipped = resources.files("sinklab") / "recipes"
+    file = Path(name) if Path(name).is_file() else shipped / f"{name.removesuffix('.yaml')}.yaml"
+    if not file.is_file():
+        known = sorted(one.name.removesuffix(".yaml") for one in shipped.iterdir() if one.name.endswith(".yaml"))
+        raise InputError(f"recipe {name} not found: use a YAML file or one of {', '.join(known)}")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {name}: {error}") from error
     try:
         values = parse_yaml(text)
     except ValueError as error:
