@@ -207,11 +207,11 @@ def test_an_experiment_without_a_run_that_has_ended_gets_no_folder(tmp_path: Pat
 
 def test_the_readme_shows_markup_in_the_kind_of_an_analysis_as_text() -> None:
     claim = JudgedClaim(id="one", experiment="mine", analysis="<b>bold</b>", verdict="reproduced", scale="tiny")
-    assert "<b>" not in readme(Summary(experiments={"mine": EXPERIMENTS["table_4"]}, claims=[claim]), None).lower()
+    assert "<b>" not in readme(Summary(experiments={"mine": EXPERIMENTS["table_4"]}, claims=[claim]), ()).lower()
 
 
 def test_the_readme_says_how_the_models_of_all_experiments_differ_from_those_of_the_paper() -> None:
     scale, own = "Scale tiny has 0.3 M parameters.", "The heads have width 16."
     first, second = (EXPERIMENTS["table_4"].model_copy(update={"adapted": one}) for one in ([scale, own], [scale]))
-    assert f"\n{scale} {own}\n" in readme(Summary(experiments={"one": first}), None)
-    assert f"\n{scale}\n" in readme(Summary(experiments={"one": first, "other": second}), None)
+    assert f"\n{scale} {own}\n" in readme(Summary(experiments={"one": first}), ())
+    assert f"\n{scale}\n" in readme(Summary(experiments={"one": first, "other": second}), ())

@@ -37,7 +37,7 @@ from sinklab.outputs import REPORT, check_results
 from sinklab.report.collect import collect
 from sinklab.report.page import export_charts, render
 from sinklab.report.sections import glance
-from sinklab.report.sweeps import Sweep, SweepOrigins, origins, with_runs
+from sinklab.report.sweeps import Sweep, origins, with_runs
 from sinklab.schema import leaves
 from sinklab.tables import NOTHING, Table, counted, escaped, markdown, names
 from sinklab.train.directory.environment import read_environment
@@ -194,8 +194,8 @@ def _relative(message: str, sweep: Sweep) -> str:
     return message.replace(f"{sweep.top.resolve()}/", "").replace(f"{sweep.top}/", "")
 
 
-def readme(summary: Summary, origins: SweepOrigins | None) -> str:
-    """Return the README of a packed sweep as Markdown: scale, counts, origins, the paper at a glance, and all claims.
+def readme(summary: Summary, provenance: Sequence[tuple[str, str]]) -> str:
+    """Return the README of a packed sweep: scale, counts, provenance, the paper at a glance, and all claims.
 
     The differences from the paper (`ExperimentSummary.adapted`) are those that all experiments share.
     """
@@ -212,7 +212,7 @@ def readme(summary: Summary, origins: SweepOrigins | None) -> str:
         "rule in `docs/verdicts.md`.",
         "",
         *([escaped(" ".join(scale)), ""] if scale else []),
-        *([escaped("; ".join(f"{title}: {text}" for title, text in origins.lines)) + ".", ""] if origins else []),
+        *([escaped("; ".join(f"{title}: {text}" for title, text in provenance)) + ".", ""] if provenance else []),
     ]
     for kind, found in verdict_counts(summary.claims).items():
         verdicts = ", ".join(f"{number} {escaped(verdict)}" for verdict, number in found.items())

@@ -130,35 +130,11 @@ def with_runs(summary: Summary, changed: Callable[[CellRun], CellRun]) -> Summar
     return summary.model_copy(update={"cells": cells})
 
 
-@dataclass(frozen=True)
-class SweepOrigins:
-    """Total duration of training and measurements, versions and machines of the finished and failed runs of sweeps.
+def origins(sweeps: Sequence[Sweep]) -> list[tuple[str, str]]:
+    """Return (title, text) pairs: duration, versions and machines of the runs that ended; empty if there are none.
 
-    Attributes:
-        runs: number of runs.
-        core_hours: hours multiplied by the number of threads, summed over the runs on CPUs. A run without env.json
-            counts as a run on a CPU with one thread.
-        card_hours: hours of the runs on other devices (GPUs), summed.
-        facts: (title, text) pairs from env.json, such as (`PyTorch`, `2.13.0`).
-    """
-
-    runs: int
-    core_hours: float
-    card_hours: float
-    facts: Sequence[tuple[str, str]]
-
-    @property
-    def lines(self) -> list[tuple[str, str]]:
-        """(title, text) pairs: number of runs with the hours, and `facts`."""
-        hours = ((self.core_hours, "core-hours"), (self.card_hours, "GPU-hours"))
-        return [
-            ("Runs", ", ".join([str(self.runs), *(f"{spent:.1f} {unit}" for spent, unit in hours if spent)])),
-            *self.facts,
-        ]
-
-
-def origins(sweeps: Sequence[Sweep]) -> SweepOrigins | None:
-    """Collect durations, versions and machines of the runs; None if no run has finished or failed.
+    The core-hours are hours times threads of the runs on CPUs, the GPU-hours are hours of the other runs. A run without
+    env.json counts as a run on a CPU with one thread.
 
     Raises:
         SinklabError: if env.json of a run cannot be read or is damaged.
@@ -169,7 +145,7 @@ def origins(sweeps: Sequence[Sweep]) -> SweepOrigins | None:
         for sweep, run in runs.values()
     ]
     if not found:
-        return None
+        return []
     environments = [env for env, _ in found]
     on_cpu, on_cards = (
         [one for one in found if str(one[0].get("device", "cpu")).startswith("cpu") is cpu] for cpu in (True, False)
@@ -181,8 +157,11 @@ def origins(sweeps: Sequence[Sweep]) -> SweepOrigins | None:
     def distinct(values: Iterable[object]) -> str:
         return ", ".join(dict.fromkeys(str(value) for value in values if value is not None))
 
+    core_seconds = sum(seconds * int(env.get("threads") or 1) for env, seconds in on_cpu)
+    hours = ((core_seconds / 3600, "core-hours"), (sum(seconds for _, seconds in on_cards) / 3600, "GPU-hours"))
     titles = {"sinklab": "sinklab", "python": "Python", "torch": "PyTorch", "processor": "Processor"}
     facts = {
+        "Runs": ", ".join([str(len(found)), *(f"{spent:.1f} {unit}" for spent, unit in hours if spent)]),
         "Start date": " to ".join(dict.fromkeys((begun[0], begun[-1]))) if begun else "",
         "Commit": distinct(str(env["git"])[:COMMIT_DIGITS] for env in environments if env.get("git")),
         "Uncommitted changes": f"in {counted(changed, 'run')}" if changed else "",
@@ -191,10 +170,7 @@ def origins(sweeps: Sequence[Sweep]) -> SweepOrigins | None:
         "Threads": distinct(env.get("threads") for env in environments),
         "Not recorded": f"date and versions of {counted(silent, 'run')}" if silent else "",
     }
-    core_seconds = sum(seconds * int(env.get("threads") or 1) for env, seconds in on_cpu)
-    card_seconds = sum(seconds for _, seconds in on_cards)
-    known = [(title, text) for title, text in facts.items() if text]
-    return SweepOrigins(len(found), core_seconds / 3600, card_seconds / 3600, known)
+    return [(title, text) for title, text in facts.items() if text]
 
 
 def quantity_of(name: str) -> Quantity:
