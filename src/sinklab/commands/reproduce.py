@@ -88,20 +88,14 @@ def experiments(
             print_experiments(found, out)
             return
         for name, one in zip(names, found, strict=True):
-            print_experiment(one, _plan_command(name), out)
+            print_experiment(one, _plan_command(name, one.experiment), out)
 
     print_result(as_json, lambda: [one.document() for one in found], show)
 
 
-def _plan_command(name: str) -> str:
-    """Return the command that prints the plan of an experiment.
-
-    For an experiment on existing models, it contains a placeholder for the text and, unless the experiment has fixed
-    models, for the model.
-    """
-    from sinklab.experiments.shipped import load_experiment
-
-    experiment, given = load_experiment(name), ["--dry-run"]
+def _plan_command(name: str, experiment: "Experiment") -> str:
+    """Return the command that prints the plan of an experiment, with placeholders for the model and the text."""
+    given = ["--dry-run"]
     if experiment.requests:
         given = ["--text", "FOLDER" if experiment.each == "domain" else "FILE", *given]
     if experiment.requests and not any(cell.models for cell in experiment.requests.values()):

@@ -110,32 +110,28 @@ class ScaleCost:
 
 @dataclass(frozen=True)
 class ListedExperiment:
-    """An experiment with its size and cost.
+    """An experiment with its size and cost by scale; `scales` is empty for experiments on existing models."""
 
-    Attributes:
-        cells: number of cells, without those that `adapted` adds at a scale.
-        claims: number of claims of all scales.
-        seeds: default number of seeds per cell; 0 for experiments on existing models.
-        scales: size and cost by scale; empty for experiments on existing models.
-        cell_names, claim_texts: names of the cells counted in `cells`, and texts of the claims counted in `claims`.
-        claim_dates: date on which each claim was stated, YYYY-MM-DD; an empty string if unknown.
-    """
-
-    id: str
-    title: str
-    question: str
-    source: str
-    cells: int
-    claims: int
-    seeds: int
+    experiment: Experiment
     scales: Mapping[Scale, ScaleCost]
-    cell_names: Sequence[str]
-    claim_texts: Sequence[str]
-    claim_dates: Sequence[str]
 
     def document(self) -> dict[str, Any]:
-        """Return the entry as a JSON-serializable dict."""
-        return asdict(self)
+        """Return the entry as a JSON-serializable dict.
+
+        Cells that `adapted` adds at a scale are left out; claims are those of all scales. `seeds` is 0 for experiments
+        on existing models.
+        """
+        one = self.experiment
+        return {
+            **one.model_dump(include={"id", "title", "question", "source"}),
+            "cells": len(one.cells),
+            "claims": len(one.claims),
+            "seeds": one.seeds if one.base else 0,
+            "scales": {scale: asdict(cost) for scale, cost in self.scales.items()},
+            "cell_names": list(one.cells),
+            "claim_texts": [claim.text for claim in one.claims],
+            "claim_dates": [str(claim.stated or one.stated or "") for claim in one.claims],
+        }
 
 
 def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
@@ -146,22 +142,8 @@ def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
             machine lacks.
     """
     paces: dict[str, Pace] = {}
-    return [
-        ListedExperiment(
-            id=one.id,
-            title=one.title,
-            question=one.question,
-            source=one.source,
-            cells=len(one.cells),
-            claims=len(one.claims),
-            seeds=one.seeds if one.base else 0,
-            scales={scale: _cost(one, scale, paces) for scale in one.base},
-            cell_names=list(one.cells),
-            claim_texts=[claim.text for claim in one.claims],
-            claim_dates=[str(claim.stated or one.stated or "") for claim in one.claims],
-        )
-        for one in [load_experiment(name) for name in names or experiment_ids()]
-    ]
+    experiments = [load_experiment(name) for name in names or experiment_ids()]
+    return [ListedExperiment(one, {scale: _cost(one, scale, paces) for scale in one.base}) for one in experiments]
 
 
 def jobs_here() -> int:

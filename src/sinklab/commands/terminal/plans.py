@@ -27,10 +27,14 @@ if TYPE_CHECKING:
 def print_experiments(found: Sequence[ListedExperiment], console: Console) -> None:
     """Print two lines per experiment: id, number of cells and time per scale; then question or title, truncated."""
     scales: list[Scale] = [scale for scale in SCALES if any(scale in one.scales for one in found)]
-    jobs = jobs_here()
     rows = [("", "cells", *scales)]
     rows += [
-        (one.id, str(one.cells), *(_time_here(one, scale, jobs, short_duration) for scale in scales)) for one in found
+        (
+            one.experiment.id,
+            str(len(one.experiment.cells)),
+            *(_time_here(one, scale, short_duration) for scale in scales),
+        )
+        for one in found
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
@@ -38,38 +42,27 @@ def print_experiments(found: Sequence[ListedExperiment], console: Console) -> No
     for one, line in zip(found, lines[1:], strict=True):
         name, numbers = line[: widths[0]], line[widths[0] :]
         console.print(Text.assemble((printable(name), "bold"), printable(numbers)), soft_wrap=True)
-        question = Text(f"  {printable(one.question or one.title)}", style="dim")
+        question = Text(f"  {printable(one.experiment.question or one.experiment.title)}", style="dim")
         question.truncate(console.width, overflow="ellipsis")
         console.print(question, soft_wrap=True)
     console.print()
-    _print_estimates(found, jobs, console)
+    _print_estimates(found, console)
     said = "Experiments without times measure existing models. Details of an experiment: sinklab experiments ID"
     console.print(said, highlight=False)
 
 
 def print_experiment(one: ListedExperiment, plan: str, console: Console) -> None:
     """Print one experiment in full: question, cells, dated claims, time per scale, and the command of its plan."""
-    console.print(Text(printable(f"{one.id}: {one.title}"), style="bold"))
-    for text in filter(None, (one.question, one.source and f"After {one.source}")):
+    experiment = one.experiment
+    console.print(Text(printable(f"{experiment.id}: {experiment.title}"), style="bold"))
+    for text in filter(None, (experiment.question, experiment.source and f"After {experiment.source}")):
         console.print(Text(printable(text)))
     console.print()
-    console.print(Text(printable(f"{len(one.cell_names)} cells: {', '.join(one.cell_names)}")))
+    console.print(Text(printable(f"{len(experiment.cells)} cells: {', '.join(experiment.cells)}")))
     console.print()
-    _print_claims(one, console)
-    jobs = jobs_here()
-    for scale, cost in one.scales.items():
-        runs = f"{cost.cells} cells of {one.seeds} seed{'s' * (one.seeds != 1)}, {cost.claims} claims"
-        console.print(f"{scale}: {_time_here(one, scale, jobs)} ({runs})", highlight=False)
-    _print_estimates([one], jobs, console)
-    console.print(Text(printable(f"Plan of each cell: {plan}")), soft_wrap=True)
-    console.print()
-
-
-def _print_claims(one: ListedExperiment, console: Console) -> None:
-    """Print the texts of the claims, under one heading for each date on which claims were stated."""
     by_date: dict[str, list[str]] = {}
-    for text, stated in zip(one.claim_texts, one.claim_dates, strict=True):
-        by_date.setdefault(stated, []).append(text)
+    for claim in experiment.claims:
+        by_date.setdefault(str(claim.stated or experiment.stated or ""), []).append(claim.text)
     for stated, texts in by_date.items():
         console.print(f"{plural(len(texts), 'claim')}{stated and f', stated {stated}'}:", highlight=False)
         listed = RichTable.grid(padding=(0, 1))
@@ -77,21 +70,27 @@ def _print_claims(one: ListedExperiment, console: Console) -> None:
             listed.add_row(" -", Text(printable(text)))
         console.print(listed)
         console.print()
+    for scale, cost in one.scales.items():
+        runs = f"{cost.cells} cells of {plural(experiment.seeds, 'seed')}, {cost.claims} claims"
+        console.print(f"{scale}: {_time_here(one, scale)} ({runs})", highlight=False)
+    _print_estimates([one], console)
+    console.print(Text(printable(f"Plan of each cell: {plan}")), soft_wrap=True)
+    console.print()
 
 
-def _time_here(one: ListedExperiment, scale: Scale, jobs: int, said: Callable[[float], str] = duration) -> str:
+def _time_here(one: ListedExperiment, scale: Scale, said: Callable[[float], str] = duration) -> str:
     cost = one.scales.get(scale)
-    return said(cost.hours * 3600 / jobs) if cost else NOTHING
+    return said(cost.hours * 3600 / jobs_here()) if cost else NOTHING
 
 
-def _print_estimates(found: Sequence[ListedExperiment], jobs: int, console: Console) -> None:
+def _print_estimates(found: Sequence[ListedExperiment], console: Console) -> None:
     """Print how the times were estimated, in one line for all scales with the same kind of estimate."""
     ways: dict[str, list[str]] = {}
     for scale in SCALES:
         for cost in [one.scales[scale] for one in found if scale in one.scales][:1]:
             ways.setdefault(cost.estimated, []).append(scale)
     for estimated, scales in ways.items():
-        console.print(f"{', '.join(scales)}: {jobs} at a time, {estimated}", highlight=False)
+        console.print(f"{', '.join(scales)}: {jobs_here()} at a time, {estimated}", highlight=False)
 
 
 def print_coverage(parts: Mapping[str, Covered], console: Console) -> None:
