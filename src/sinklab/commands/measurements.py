@@ -26,7 +26,6 @@ from sinklab.survey.measure_many import Outcome, domain_files, measure_domains
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.open_models import models_of
 from sinklab.survey.request import Request
-from sinklab.survey.suites import CheckpointsDocument, DomainsDocument, FamiliesDocument
 
 FAMILIES_OUT = Path("runs/families")
 
@@ -73,13 +72,12 @@ class Invocation:
 
     def families(self, names: Sequence[str], models_dir: Path | None) -> None:
         """Measure the paper's models of these families; for errors, see `measure_families` and `_survey`."""
-        measured = partial(measure_families, names, models_dir=models_dir)
-        self._survey("models", len(models_of(names)), measured, partial(print_survey, FamiliesDocument))
+        self._survey("models", len(models_of(names)), partial(measure_families, names, models_dir=models_dir))
 
     def domains(self, model: str) -> None:
         """Measure one model on each file of a folder; for errors, see `measure_domains` and `_survey`."""
         total = len(domain_files(self.text)) if self.text is not None and self.text.is_dir() else 0
-        self._survey("domains", total, partial(measure_domains, model), partial(print_survey, DomainsDocument))
+        self._survey("domains", total, partial(measure_domains, model))
 
     def checkpoints(self, model: str, revisions: Sequence[str]) -> None:
         """Measure the checkpoints of one model; for errors, see `measure_checkpoints` and `_survey`.
@@ -90,8 +88,7 @@ class Invocation:
         total = len(saved_models(model, revisions))
         if not revisions and (skipped := folders_without_step(Path(model).expanduser())):
             say_on(stderr(), f"not measured, because the name has no step or token count: {', '.join(skipped)}")
-        measured = partial(measure_checkpoints, model, revisions)
-        self._survey("checkpoints", total, measured, partial(print_survey, CheckpointsDocument))
+        self._survey("checkpoints", total, partial(measure_checkpoints, model, revisions))
 
     def compare(self, models: Sequence[str]) -> None:
         """Measure several models on the same text or kind of tokens; for errors, see `compare_models` and `_survey`."""
@@ -108,7 +105,7 @@ class Invocation:
         print_result(self.as_json, lambda: sizes_document(found), partial(print_sizes, found, dtype))
 
     def _survey(
-        self, what: str, total: int, measured: Callable[..., Any], show: Callable[[Any, Console], None]
+        self, what: str, total: int, measured: Callable[..., Any], show: Callable[[Any, Console], None] = print_survey
     ) -> None:
         """Run `measured` with a progress bar, print its result and, with `out`, write report.html.
 

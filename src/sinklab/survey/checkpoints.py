@@ -24,7 +24,7 @@ from sinklab.schema import finite_or_none
 from sinklab.survey.measure_many import Item, Survey, deciding_request, measure_all, text_hash
 from sinklab.survey.measure_one import measure_loaded
 from sinklab.survey.request import Request
-from sinklab.survey.suites import MeasuredCheckpoint, StepUnit
+from sinklab.survey.suites import CheckpointsDocument, MeasuredCheckpoint, StepUnit
 from sinklab.train.directory.checkpoint import steps_saved
 
 CHECKPOINTS, CONFIG = "checkpoints.json", "config.json"
@@ -121,7 +121,7 @@ def measure_checkpoints(
         ).model_dump()
 
     header = {"model": name_in_results(model, loading.subfolder), "text": None if text is None else str(text)}
-    result_of = partial(Survey, header, "checkpoints", row_of)
+    result_of = partial(Survey, CheckpointsDocument, header, row_of)
     found = measure_all(items, result_of, out, CHECKPOINTS, observe)
     found.outcome.check_any("checkpoints")
     return found

@@ -23,6 +23,7 @@ from sinklab.survey.measure_many import Item, Survey, deciding_request, measure_
 from sinklab.survey.measure_one import measure_loaded
 from sinklab.survey.open_models import EVERY, OpenModel, models_of, setting
 from sinklab.survey.request import Request
+from sinklab.survey.suites import FamiliesDocument
 
 FAMILIES = "families.json"
 GB = 10**9
@@ -93,7 +94,7 @@ def measure_families(
     for name, model in models.items():
         decides = deciding_request(name, directory_of(model, models_dir), source, loading, request)
         items.append(Item(name, decides, partial(measure, model)))
-    return measure_all(items, partial(Survey, {}, "models", row_of), out, FAMILIES, observe)
+    return measure_all(items, partial(Survey, FamiliesDocument, {}, row_of), out, FAMILIES, observe)
 
 
 def published(model: OpenModel, request: Request) -> float | None:

@@ -28,6 +28,7 @@ from sinklab.opening import Model, model_files, open_model
 from sinklab.outputs import MEASUREMENT, REPORT, check_results
 from sinklab.survey.measure_one import measure_loaded
 from sinklab.survey.request import Request
+from sinklab.survey.suites import CheckpointsDocument, DomainsDocument, FamiliesDocument
 
 DOMAINS = "domains.json"
 REQUEST = "request.json"
@@ -201,21 +202,21 @@ class Survey:
     """Result of a survey: measurements and reasons for failures, and the layout of the survey's JSON document.
 
     Attributes:
+        kind: schema of the document.
         header: settings in the document, such as model and text.
-        key: key of the rows in the document: "domains", "models" or "checkpoints".
         row_of: function (name, measurement) -> row of the measurement in the document.
-        outcome: measurements and reasons for failures, by name.
     """
 
+    kind: type[DomainsDocument | FamiliesDocument | CheckpointsDocument]
     header: Mapping[str, Any]
-    key: str
     row_of: Callable[[str, Measurement], dict[str, Any]]
     outcome: Outcome
 
     def document(self) -> dict[str, Any]:
         """Return the content of domains.json, families.json or checkpoints.json."""
         rows = {name: self.row_of(name, measured) for name, measured in self.outcome.measured.items()}
-        return {"schema": 1, **self.header, self.key: rows, "failed": self.outcome.failed}
+        key = str(self.kind.model_fields["measured"].alias)
+        return {"schema": 1, **self.header, key: rows, "failed": self.outcome.failed}
 
 
 def measure_domains(
@@ -266,7 +267,7 @@ def measure_domains(
         for name, file in domain_files(folder).items()
     ]
     header = {"model": name_in_results(model, loading.subfolder), "text": str(folder)}
-    result_of = partial(Survey, header, "domains", lambda _, measured: measured.document())
+    result_of = partial(Survey, DomainsDocument, header, lambda _, measured: measured.document())
     domains = measure_all(items, result_of, out, DOMAINS, observe, prepare=prepare)
     domains.outcome.check_any("domains")
     return domains

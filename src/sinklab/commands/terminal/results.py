@@ -21,7 +21,6 @@ from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import ListedRun
 from sinklab.report.data import ReportData
 from sinklab.report.sweeps import claims_table, experiment_table, grid_tables, paper_models
-from sinklab.survey.suites import CheckpointsDocument, DomainsDocument, FamiliesDocument
 from sinklab.tables import Table, TableCell, TableColumn, Value, names, number_text, numbers, plural, table_of
 from sinklab.train.directory.history import read_history
 
@@ -114,12 +113,10 @@ def print_measurement(measurement: "Measurement", console: Console) -> None:
     print_notes(m.notes, console)
 
 
-def print_survey(
-    kind: type[DomainsDocument | FamiliesDocument | CheckpointsDocument], survey: "Survey", console: Console
-) -> None:
+def print_survey(survey: "Survey", console: Console) -> None:
     """Print a headline, and a line per measured domain, model or checkpoint; nothing if no measurement succeeded."""
     if measured := survey.outcome.measured:
-        document = kind.model_validate({**survey.document(), "failed": {}})
+        document = survey.kind.model_validate({**survey.document(), "failed": {}})
         data = ReportData.of_suite(document, measured)
         print_title(" ".join(headline(data)), console)
         print_report(data, console)
