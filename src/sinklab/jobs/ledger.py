@@ -32,11 +32,7 @@ AnyDocument = TypeVar("AnyDocument", bound=JobDocument)
 
 
 class Ledger(Generic[AnyDocument]):
-    """Results of a job, saved as one JSON document.
-
-    Args:
-        out: output directory; None: results are not saved.
-        name: file name of the JSON document.
+    """Results of a job, saved as the JSON document `name` in `out`; None: results are not saved.
 
     Raises:
         InputError: if the directory cannot be written, or an existing file was not written by sinklab.
@@ -87,14 +83,11 @@ def check_request(
     """Check that earlier results were computed with the current settings.
 
     Args:
-        path: path of the earlier results.
         what: description of the results, such as "an assessment".
-        before, now: earlier and current settings, JSON-serializable.
-        ignored: names of settings that may differ.
+        before, now: earlier and current settings, JSON-serializable; the settings named in `ignored` may differ.
 
     Raises:
-        InputError: if a setting differs; the message names the first such setting in alphabetical order, with both
-            values.
+        InputError: if a setting differs; the message has the first such setting in alphabetical order.
     """
     for key in sorted({*before, *now} - ignored):
         if before.get(key) != now.get(key):
@@ -106,13 +99,11 @@ def check_request(
 
 @dataclass(frozen=True)
 class JobStep:
-    """Step of a job, with a summary of its result if an earlier call saved it.
+    """Step of a job.
 
     Attributes:
-        name: name of the step in events.
-        run: function (progress reporter) that computes and saves the result, and returns a short summary of it (may be
-            empty).
-        kept: short summary of the result saved by an earlier call (may be empty); None if the step must be run.
+        run: function (progress reporter) that computes and saves the result, and returns a short summary of it.
+        kept: such a summary of a result that an earlier call has saved; None if the step must be run.
     """
 
     name: str
@@ -126,11 +117,10 @@ def run_steps(
     """Run the unfinished steps of a job in order, and report the progress of all steps.
 
     Args:
-        observe: callback for progress events.
         on_failure: callback (name, reason) for a failed step; later steps are still run. Default: raise the error.
 
     Raises:
-        UnsavedError: if a result cannot be saved; it is raised even with `on_failure`.
+        UnsavedError: if a result cannot be saved, also with `on_failure`.
         Exception: the error of a step, if `on_failure` is None.
     """
     for step in steps:
@@ -159,7 +149,7 @@ class LineLedger:
     The constructor creates the file, or rewrites it without an incomplete last line.
 
     Args:
-        path: path of the file; None keeps the results in memory only.
+        path: None keeps the results in memory only.
         what: description of the results, such as "answers".
         request: settings that affect the results, JSON-serializable.
 
@@ -201,11 +191,7 @@ class LineLedger:
 
 
 def _complete_lines(path: Path) -> Sequence[dict[str, Any]]:
-    """Read the rows of a .jsonl file up to the first invalid line; none if the file does not exist.
-
-    Raises:
-        InputError: if the file cannot be read or was not written by sinklab.
-    """
+    """Read the rows of a .jsonl file up to the first invalid line; none if the file does not exist."""
     rows: list[dict[str, Any]] = []
     try:
         lines = path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []

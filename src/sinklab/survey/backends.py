@@ -25,10 +25,8 @@ class Parity:
     """Agreement of a model's attention backends with eager attention.
 
     Attributes:
-        model: model name or path.
         default: backend that transformers selects for this model by default.
         transformers, torch: installed versions of the libraries.
-        device, dtype: device and data type of the model.
         sequences, length: number of sequences, and tokens per sequence.
         tolerance: largest relative difference from the logits of eager attention that counts as agreement.
         backends: comparison of each backend; eager is first, sinklab's backend last.
@@ -75,20 +73,16 @@ def compare_backends(
 ) -> Parity:
     """Compare logits and sinks of a model's attention backends on the same tokens.
 
-    Backends that do not run are reported as unavailable.
-
     Args:
-        model: model directory, .gguf file, or name on the hub.
-        text: see `measure_model`; only natural inputs need one.
         request: settings of the input sequences; its ablations and measured quantities are not computed.
         backends: names from `measuring.huggingface.parity.BACKENDS`; default: all. Eager attention and sinklab's are
-            always included.
+            always included. Backends that do not run are reported as unavailable.
         observe: callback, called with a progress event before each backend runs.
 
     Raises:
-        InputError: if the model is a run directory or does not run with eager attention, a backend is unknown, or
-            model, text or an option is unusable.
-        SinklabError: if the process that renders chat templates fails.
+        InputError: see `Request.check`, `open_model` and `read_tokens`; also if the model is a run directory or does
+            not run with eager attention, or a backend is unknown.
+        SinklabError: see `read_tokens`.
     """
     check_name(model)
     if is_run(model):

@@ -41,8 +41,7 @@ class SavedModel:
     """A checkpoint of a model during training.
 
     Attributes:
-        step: number of updates, or of tokens, before the checkpoint.
-        unit: unit of `step`: "step" for updates, or "tokens".
+        step: number of updates or, if `unit` is "tokens", of tokens, before the checkpoint.
         name: name of the revision or folder; `step_N` for a run.
         model: Hugging Face id, model directory or run directory.
         revision: revision on the hub; None for a local model.
@@ -58,10 +57,7 @@ class SavedModel:
 
     @property
     def key(self) -> str:
-        """Key of the checkpoint in checkpoints.json, such as step_100 or tokens_100000000.
-
-        It is also the name of the subdirectory of the output directory that contains the measurement.
-        """
+        """Key in checkpoints.json and name of the measurement's subdirectory, such as step_100 or tokens_100000000."""
         return f"{self.unit}_{self.step}"
 
 
@@ -75,22 +71,14 @@ def measure_checkpoints(
     out: Path | None = None,
     observe: Observer = ignore,
 ) -> Survey:
-    """Measure checkpoints of a model at several steps of its training, with the same text and settings.
+    """Measure checkpoints of a model (`saved_models`) with the same text and settings, and save checkpoints.json.
 
-    Args:
-        model: Hugging Face id if `revisions` are passed; else a folder of checkpoints or a run directory.
-        revisions: revisions of a model on the hub; each name contains a step or number of tokens. `loading.revision` is
-            not used. Empty for local models.
-        text: text for all checkpoints (see `measure_model`); only natural inputs need one.
-        out: output directory: checkpoints.json and one directory per checkpoint. A repeated call resumes. None saves
-            nothing.
+    `loading.revision` is not used.
 
     Raises:
-        InputError: see `saved_models`; also if text or an option is unusable, `out` cannot be written or has results
-            with other settings, or all checkpoints fail. If only some fail, the results list them with the reasons.
-        HeldError: if another process writes to `out`.
-        UnsavedError: if a result cannot be saved; the exception contains the results so far.
-        SinklabError: if `out` cannot be locked.
+        InputError: see `saved_models`, `Request.check` and `measure_all`; also if all checkpoints fail. If only some
+            fail, the results list them with the reasons.
+        HeldError, UnsavedError, SinklabError: see `measure_all`.
     """
     saved = {one.key: one for one in saved_models(model, revisions)}
     request.check(text)
@@ -132,11 +120,14 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
 
     A folder is skipped if its name contains neither a step nor a number of tokens, or if it has no config.json.
 
+    Args:
+        model: Hugging Face id if `revisions` are passed; else a folder of checkpoints or a run directory.
+        revisions: revisions on the hub, each named after a step or number of tokens; empty for local models.
+
     Raises:
-        InputError: if the model is neither local nor a valid hub name, revisions of a local model are requested, a name
-            of a revision contains neither a step nor a number of tokens, two checkpoints have the same number, steps
-            and tokens are mixed, a folder or run has no checkpoints, or a file or a model on the hub is passed without
-            revisions.
+        InputError: if the model is neither local nor a valid hub name, revisions of a local model or none of a model on
+            the hub are passed, a revision has no number, two checkpoints have the same number, steps and tokens are
+            mixed, or there are no checkpoints.
     """
     check_name(model)
     folder = Path(model).expanduser()
@@ -179,19 +170,13 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
 
 
 def folders_without_step(folder: Path) -> list[str]:
-    """Return the names of the model folders in `folder` that `saved_models` skips because of their names, sorted.
-
-    The list is empty for a run directory.
-    """
+    """Return the sorted names of the model folders that `saved_models` skips because of their names; none for a run."""
     folders = [] if is_run(str(folder)) else sorted(path.parent.name for path in folder.glob("*/config.json"))
     return [name for name in folders if step_in(name) is None]
 
 
 def step_in(name: str) -> tuple[int, StepUnit] | None:
-    """Return the step or number of tokens in a checkpoint name, with its unit; None if the name contains neither.
-
-    A step such as 50K is 50,000.
-    """
+    """Return the step (50K: 50,000) or number of tokens in a checkpoint name, with its unit; None if there is none."""
     if found := STEP.search(name):
         return int(found[1]) * (1000 if found[2] else 1), "step"
     if found := TOKENS.search(name):

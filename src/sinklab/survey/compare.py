@@ -82,23 +82,16 @@ def compare_models(
     out: Path | None = None,
     observe: Observer = ignore,
 ) -> Comparison:
-    """Measure two or more models on the same text, or on random or repeated tokens.
+    """Measure two or more models on the same text, or on random or repeated tokens, and save comparison.json.
 
-    Args:
-        models: run directories, model directories, .gguf files or names on the Hugging Face hub; the first one is the
-            reference of the differences.
-        text: text for all models (see `measure_model`); only natural inputs need one.
-        out: output directory: comparison.json and one directory per model. A repeated call resumes. None saves nothing.
+    Differences are relative to the first model.
 
     Raises:
-        InputError: before any measurement, if there are fewer than two models, a model is repeated, the config of a
-            model to be measured cannot be loaded, the text or an option is unusable, or `out` cannot be written or has
-            results with other settings. Later, if a model cannot be loaded or measured on this text, for example
-            because the text is too short.
-        HeldError: if another process writes to `out`.
-        UnsavedError: if a result cannot be saved; the exception contains the comparison so far.
-        SinklabError: if `out` cannot be locked, or a model cannot be loaded or measured. Finished measurements are kept
-            in `out`.
+        InputError: before any measurement, if there are fewer than two models, a model is repeated or its config cannot
+            be loaded, or see `Request.check` and `measure_all`. Later, if a model cannot be loaded or measured on this
+            text, for example because the text is too short.
+        HeldError, UnsavedError: see `measure_all`.
+        SinklabError: see `measure_all`, `open_model` and `measure_loaded`. Finished measurements are kept in `out`.
     """
     if len(models) < 2:
         raise InputError("a comparison needs two models or more: sinklab compare A B --text FILE")
@@ -135,10 +128,7 @@ def compare_models(
 
 
 def labels(models: Sequence[str]) -> dict[str, str]:
-    """Return the models by label.
-
-    The label of a model on the hub is its id. The label of a local model is the end of its path: as few parts as make
-    all labels distinct.
+    """Return the models by label: the id on the hub, or the end of a local path, with as few parts as are distinct.
 
     Raises:
         InputError: if a model is listed twice, by the same path or by different ones.
@@ -161,7 +151,7 @@ def _parts(model: str) -> tuple[str, ...]:
 
 
 def _quantities(first: Measurement) -> list[ComparedNumber]:
-    """Return name, unit and a function that returns the value from a measurement, for each quantity to compare."""
+    """Return name, unit and a function from a measurement to the value, for each quantity to compare."""
     quantities: list[ComparedNumber] = [
         (f"Sink_{k + 1}", "% of heads", lambda m, k=k: m.sink_rate[k]) for k in range(min(POSITIONS, first.length))
     ]

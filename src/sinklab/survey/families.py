@@ -42,22 +42,17 @@ def measure_families(
     out: Path | None = None,
     observe: Observer = ignore,
 ) -> Survey:
-    """Measure every model of the named families. The results list models that fail, with the reasons.
+    """Measure every model of the named families (`models_of`), and save families.json.
+
+    The results list models that fail, with the reasons. Models that an earlier call has measured in `out` stay in them.
 
     Args:
-        names: families of open_models.yaml, or `all`.
-        text: text for all models (see `measure_model`); only natural inputs need one.
         models_dir: directory of local models, in folders named by the Hugging Face id or its last part. With it, the
             hub is not used.
-        out: output directory: families.json and one directory per model. A repeated call resumes and may add families;
-            models measured earlier stay in the results. None saves nothing.
 
     Raises:
-        InputError: if there is no such family or directory, text or an option is unusable, or `out` cannot be written
-            or has results with other settings.
-        HeldError: if another process writes to `out`.
-        UnsavedError: if a result cannot be saved; the exception contains the results so far.
-        SinklabError: if `out` cannot be locked.
+        InputError: see `models_of`, `check_models_dir`, `Request.check` and `measure_all`.
+        HeldError, UnsavedError, SinklabError: see `measure_all`.
     """
     asked = models_of(names)
     models = {
@@ -125,8 +120,7 @@ class Size:
     """Disk and memory requirements of a model; 1 GB is 10^9 bytes.
 
     Attributes:
-        model: Hugging Face id.
-        family: family in open_models.yaml.
+        model, family: Hugging Face id and family in open_models.yaml.
         parameters: number of parameters, with tied embeddings counted once.
         counted: source of `parameters`: "config" (a configuration in the directory or the Hugging Face cache) or
             "list" (open_models.yaml).
@@ -161,7 +155,7 @@ def sizes(
 
     Args:
         names, models_dir: as in `measure_families`.
-        request: settings of the measurement; batch size, sequences and length determine the memory for one batch.
+        request: batch size, sequences and length determine the memory for one batch.
         dtype: data type of the weights in memory; auto is that of the checkpoint, but float32 on CPUs that emulate it.
         device: device on which the model would run; it determines the dtype if `dtype` is auto.
 
@@ -208,14 +202,13 @@ def sizes_document(found: Sequence[Size]) -> dict[str, Any]:
 
 
 def parameters_of_config(name: str) -> int | None:
-    """Count the parameters of a model from its configuration on this machine, by building it on the meta device.
+    """Count the parameters of a model, tied weights once, from its local configuration, on the meta device.
 
     Args:
         name: directory, or Hugging Face id with a cached configuration.
 
     Returns:
-        Number of parameters, with tied weights counted once; None if there is no configuration, or transformers does
-        not support it.
+        None if there is no configuration, or transformers does not support it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

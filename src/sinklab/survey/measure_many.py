@@ -40,10 +40,9 @@ class Item:
     """One measurement of a survey.
 
     Attributes:
-        name: name of the measurement in the results, and of the subdirectory of the output directory that contains it.
+        name: name in the results, and of the subdirectory of the output directory.
         request: settings that affect the measurement, JSON-serializable.
-        measure: function (progress callback) that runs the measurement. It calls the callback with (sequences done,
-            total sequences).
+        measure: function that runs the measurement and calls its argument with (sequences done, total sequences).
     """
 
     name: str
@@ -54,8 +53,7 @@ class Item:
         """Return the measurement that an earlier call has saved in `folder`; None if there is none.
 
         Raises:
-            InputError: see `Measurement.load`; also if the measurement has other settings, or its request.json is
-                damaged.
+            InputError: see `Measurement.load`; also if it has other settings, or its request.json is damaged.
         """
         if not (folder / "measurement.json").is_file():
             return None
@@ -76,11 +74,7 @@ class Outcome:
     failed: dict[str, str] = field(default_factory=dict)
 
     def check_any(self, what: str) -> None:
-        """Check that at least one measurement succeeded.
-
-        Raises:
-            InputError: if all measurements failed; the message contains the first failure.
-        """
+        """Raise InputError with the first failure if all measurements failed."""
         if not self.measured:
             name, failure = next(iter(self.failed.items()))
             raise InputError(f"none of the {len(self.failed)} {what} could be measured; {name}: {failure}")
@@ -101,11 +95,9 @@ def measure_all(
     Args:
         items: the measurements, in the order of the results.
         result_of: function that builds the survey's result from the measurements so far.
-        out: output directory; None saves nothing.
+        out: output directory; a repeated call resumes. None saves nothing.
         document: name of the file for the survey's result, which is written after every measurement.
-        observe: callback for progress events.
-        prepare: callback, called before the first measurement with the names of unfinished items, unless there are
-            none.
+        prepare: callback, called before the first measurement with the names of the unfinished items, if there are any.
         stop_at_failure: raise the error of a failed item; `document` is then written only when all items are measured.
             By default, failures are recorded in the result, and the other items are measured.
 
@@ -168,9 +160,7 @@ def summary_line(measurement: Measurement) -> str:
 
 
 def text_hash(text: Path | None) -> str | None:
-    """Return a SHA-256 of a text; None if `text` is None.
-
-    For files, the contents are hashed, so a copy has the same hash. For other sources, see `identity`.
+    """Return a SHA-256 of a text (see `identity`), which a copy of the files has, too; None if `text` is None.
 
     Raises:
         InputError: if there is no such text, or a file cannot be read.
@@ -184,8 +174,7 @@ def deciding_request(
     """Return all settings that affect a measurement, as a JSON-serializable dict (request.json).
 
     Args:
-        place: directory or file of the model, whose files are hashed; for a model on the hub, None or a path that does
-            not exist.
+        place: directory or file of the model, whose files are hashed; for a model on the hub, None or a missing path.
         text: hash of the measured text (`text_hash`); None if no text is used.
 
     Raises:
@@ -228,22 +217,15 @@ def measure_domains(
     out: Path | None = None,
     observe: Observer = ignore,
 ) -> Survey:
-    """Measure a model on every .txt and .jsonl file in or below a folder.
+    """Measure a model on every .txt and .jsonl file in or below a folder (`domain_files`), and save domains.json.
 
     A domain has fewer sequences than requested if its file is too short.
 
-    Args:
-        model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
-        folder: folder of texts; every file is a domain (`domain_files`).
-        out: output directory: domains.json and one directory per domain. A repeated call resumes. None saves nothing.
-
     Raises:
-        InputError: if `folder` is not a folder of texts, the inputs are not natural, model or an option is unusable,
-            `out` cannot be written or has results with other settings, or all domains fail. If only some fail, the
-            results list them with the reasons.
-        HeldError: if another process writes to `out`.
-        UnsavedError: if a result cannot be saved; the exception contains the results so far.
-        SinklabError: if the model cannot be loaded (see `open_model`), or `out` cannot be locked.
+        InputError: see `measure_all` and `Request.check_options`; also if `folder` is not a folder of texts, the inputs
+            are not natural, or all domains fail. If only some fail, the results list them with the reasons.
+        HeldError, UnsavedError: see `measure_all`.
+        SinklabError: see `measure_all` and `open_model`.
     """
     if folder is None or not folder.is_dir():
         got = "" if folder is None else f"; got {folder}"
@@ -274,9 +256,9 @@ def measure_domains(
 
 
 def domain_files(folder: Path) -> dict[str, Path]:
-    """Return the .txt and .jsonl files in and below a folder by domain.
+    """Return the .txt and .jsonl files in and below a folder by domain: the file's path in the folder.
 
-    The name of a domain is the file's path in the folder. The suffix is removed unless two files differ only in it.
+    The suffix is removed unless two files differ only in it.
 
     Raises:
         InputError: if the folder has no .txt or .jsonl file.

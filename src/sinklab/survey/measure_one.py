@@ -44,18 +44,14 @@ def measure_model(
     """Load a model by its name and measure its attention sinks on one text.
 
     Args:
-        model: a run directory (it has a recipe.yaml), a model directory, a .gguf file, or a name on the Hugging Face
-            hub.
+        model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
         text: a .txt or .jsonl file, a folder of them, or a source such as stdlib (data/sources/corpora.py). Only
             natural inputs need a text.
-        request: settings of the measurement.
-        loading: options for loading the model.
         out: output directory; an earlier measurement in it is replaced. None saves nothing.
         progress: callback, called with (sequences done, total sequences).
 
     Raises:
-        InputError: see `open_model`, `Request.check` and `measure_loaded`; also if `out` cannot be written, is a run
-            directory, or has files of the same names that were not written by sinklab.
+        InputError: see `open_model`, `Request.check`, `measure_loaded` and `check_results`.
         UnsavedError: if the measurement cannot be saved; the exception contains the measurement.
         SinklabError: see `open_model` and `measure_loaded`.
     """
@@ -71,11 +67,7 @@ def measure_model(
 
 
 def check_loadable(name: str, loading: Loading) -> None:
-    """Check that the config of a model can be loaded, without loading the weights; runs are not checked.
-
-    Raises:
-        InputError: see `check_config`.
-    """
+    """Raise InputError if the config of a model cannot be loaded (`check_config`); runs are not checked."""
     if not is_run(name):
         check_config(name, loading)
 
@@ -100,11 +92,7 @@ class ReadTokens:
 
 
 def check_request(model: Model, request: Request) -> None:
-    """Check that the measurement settings, which `Request.check` has checked, fit the model.
-
-    Raises:
-        InputError: see `changed_positions`; also if the sequences exceed the model's context.
-    """
+    """Raise InputError if the sequences exceed the model's context, or a change of positions does not fit the model."""
     check_length(request.length, model.adapter.limit)
     with changed_positions(model.adapter, request.study):
         pass

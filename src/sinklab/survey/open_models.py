@@ -16,12 +16,7 @@ EVERY = "all"
 
 
 class Setting(Part):
-    """Settings with which the paper measured the published sink rates; its text is not public.
-
-    Attributes:
-        sequences, length: number of sequences, and tokens in each.
-        eps: threshold on importance above which a head has a sink.
-    """
+    """Settings with which the paper measured the published sink rates; its text is not public."""
 
     sequences: int
     length: int
@@ -67,9 +62,7 @@ def families() -> dict[str, tuple[OpenModel, ...]]:
 
 
 def models_of(names: Sequence[str]) -> list[OpenModel]:
-    """Return the models of the named families without duplicates, in the order of open_models.yaml.
-
-    The name `all` selects every family.
+    """Return the models of the named families (`all`: every family), in the order of open_models.yaml.
 
     Raises:
         InputError: if a family is unknown; the message lists the known families.

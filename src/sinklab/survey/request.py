@@ -74,8 +74,7 @@ class Request(CommandSettings, frozen=True):
 
         Raises:
             InputError: see `Options.check_lengths` and `Study.check`; also if an ablation is requested without the loss
-                or on sequences of one token, or the ablation `no_bos` with the setting `no_bos` or with random or
-                repeated tokens, which have no BOS.
+                or on single tokens, or the ablation `no_bos` on sequences without BOS.
         """
         self._in_order().check_lengths(self.length)
         if self.study.ablate and not (self.options.loss and self.length > 1):

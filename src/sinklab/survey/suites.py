@@ -8,13 +8,7 @@ from sinklab.schema import ReadDocument
 
 
 class DomainsDocument(ReadDocument):
-    """domains.json: measurements of one model on several texts.
-
-    Attributes:
-        model: name or path of the model.
-        measured: measurements by domain.
-        failed: reasons for failed measurements, by domain.
-    """
+    """domains.json: measurements of one model on several texts; `measured` and `failed` are by domain."""
 
     model: str
     measured: dict[str, dict[str, object]] = Field(alias="domains")
@@ -25,7 +19,6 @@ class ComparedQuantity(ReadDocument):
     """A row of a comparison of models: one quantity.
 
     Attributes:
-        quantity, unit: name and unit of the quantity.
         values: value by model; None if it is missing or infinite.
         differences: value minus that of the first model, by model except the first. None if either value is None. For
             losses per token, also None if the vocabularies differ or are unknown.
@@ -45,7 +38,7 @@ class ComparisonDocument(ReadDocument):
     Attributes:
         rows: quantities that at least one model has, with differences from the first model.
         measured: measurements by label of the model.
-        failed: reasons for failed measurements, by label; always empty, because a failure ends the comparison.
+        failed: always empty, because a failure ends the comparison.
     """
 
     rows: list[ComparedQuantity]
@@ -57,7 +50,6 @@ class FamilyMember(ReadDocument):
     """Published and measured sink rate of one of the open models of the paper (2410.10781).
 
     Attributes:
-        family: family in open_models.yaml.
         parameters: number of parameters, with tied embeddings counted once.
         sink_1: measured Sink_1, percent; at the paper's eps if it was measured, else at the first eps.
         published: published Sink_1, percent; None if the paper has no value for the settings.
@@ -84,17 +76,15 @@ class MeasuredCheckpoint(ReadDocument):
     """Main numbers of a checkpoint of a model during training.
 
     Attributes:
-        step: number of updates, or of tokens, before the checkpoint.
-        unit: unit of `step`: "step" for updates, or "tokens".
+        step: number of updates or, if `unit` is "tokens", of tokens, before the checkpoint.
         checkpoint: name of the revision or folder; `step_N` for a run.
-        sink_1: Sink_1, percent of (sequence, layer, head) triples.
+        sink_1: Sink_1, percent of (sequence, layer, head) triples; `by_layer`, by attention layer.
         sink_bias: sink rate of a bias, sink logit, stick-breaking remainder, sink token or registers, percent; None if
             the model has none of them.
         uniform_ratio: importance of the first token divided by its value under uniform attention.
         loss: loss on the input sequences, nats per token; None if not measured.
         norm_ratio: |h_1| divided by the mean |h_t| of the other positions, maximum over the embedding and all blocks;
             None if unknown or infinite.
-        by_layer: Sink_1 by attention layer, percent.
     """
 
     step: int
