@@ -266,9 +266,6 @@ def over(check: OverSubjects, cells: tuple[str, ...]) -> Alike | Monotone:
 
     Args:
         cells: names of the cells (DOMAIN/CELL or MODEL/CELL), one per domain or model; models by increasing size.
-
-    Returns:
-        A rising `Monotone` check for `grows_with_size`, else an `Alike` check.
     """
     if isinstance(check, GrowsWithSize):
         return Monotone.model_validate({"is": "rising", "over": cells, "value": check.value})
@@ -360,12 +357,7 @@ class Claim(Part):
 
 @dataclass(frozen=True)
 class Undecidable:
-    """A claim that cannot be judged on the given models and texts.
-
-    Attributes:
-        claim: the claim.
-        why: reason why it cannot be judged, in sentences.
-    """
+    """A claim that cannot be judged on the given models and texts, with the reason in sentences."""
 
     claim: Claim
     why: str

@@ -196,10 +196,9 @@ Cell = Annotated[
 
 
 class Adaptation(Part):
-    """Changes to the cells of an experiment at one scale.
+    """Changes to the cells of an experiment at one scale, with the reason in a sentence.
 
     Attributes:
-        why: reason for the changes, a sentence.
         change: recipe overlays applied to every cell, before the cell's own overlays.
         cells: recipe overlays by cell, applied after the cell's own overlays; cells that do not exist are added.
         without: names of cells to remove at the scale.
@@ -370,7 +369,6 @@ class Experiment(Part):
                 raise ValueError(f"cell {name!r} sets model, but the experiment sets each: model; remove one of them")
 
     def _check_models(self) -> None:
-        """Check `models`, `revision` and `subfolder` of the measured cells."""
         for name, cell in self.requests.items():
             if (cell.revision or cell.subfolder) and not cell.models:
                 raise ValueError(f"cell {name!r} sets revision or subfolder, which require `models`: add `models`")
@@ -424,10 +422,7 @@ class Experiment(Part):
         return dict(cells)
 
     def claims_at(self, scale: Scale) -> list[Claim]:
-        """Return the claims made at a scale.
-
-        A claim is left out if one of its cells does not exist at the scale, unless it is a reference (`same_as`).
-        """
+        """Return the claims made at a scale: references (`same_as`), and claims whose cells all exist at the scale."""
         cells = self.cells_at(scale)
         made = [claim for claim in self.claims if claim.scales is None or scale in claim.scales]
         return [claim for claim in made if claim.same_as or all(cell in cells for cell in claim.cells)]

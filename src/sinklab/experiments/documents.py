@@ -70,11 +70,7 @@ class RunRecord(VersionedDocument):
     files: dict[str, str] = Field(default_factory=dict)
 
     def save(self, directory: Path) -> None:
-        """Write record.json in the run directory.
-
-        Raises:
-            SinklabError: if the file cannot be written.
-        """
+        """Write record.json in the run directory; see `write_json` for errors."""
         write_json(directory / RECORD, self.model_dump(by_alias=True))
 
 
@@ -110,7 +106,7 @@ class CellRun(ReadDocument):
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about the run: result files modified or removed after its end, and `message` if not empty."""
+        """Warnings about the run: result files modified or removed after its end, and its message."""
         return [
             *([f"edited since it ended: {', '.join(self.edited)}"] if self.edited else []),
             *filter(None, [self.message]),
@@ -405,11 +401,7 @@ class Summary(ReadDocument):
         return [claim for claim in self.claims if claim.experiment == experiment]
 
     def save(self, directory: Path) -> None:
-        """Write summary.json in a directory.
-
-        Raises:
-            SinklabError: if the file cannot be written.
-        """
+        """Write summary.json in a directory; see `write_json` for errors."""
         write_json(directory / SUMMARY, self.model_dump(by_alias=True))
 
 
@@ -426,10 +418,7 @@ def verdict_counts(claims: Sequence[JudgedClaim]) -> dict[str, dict[str, int]]:
 
 
 def read_record(directory: Path) -> RunRecord | None:
-    """Read record.json of a run directory.
-
-    Returns:
-        The record; None if there is no record.json, because the run has not ended or is not part of a sweep.
+    """Read record.json of a run directory; None if the run has not ended or is not part of a sweep.
 
     Raises:
         InputError: if the record cannot be read, is damaged or has another schema version.
@@ -447,11 +436,7 @@ def read_record(directory: Path) -> RunRecord | None:
 
 
 def record_of(directory: Path, run_hash: str) -> RunRecord | None:
-    """Read record.json of a run directory; None if there is none, or if it belongs to a run with a different hash.
-
-    Raises:
-        InputError: if the record cannot be read, is damaged or has another schema version.
-    """
+    """Return the record that `read_record` returns; None if it belongs to a run with a different hash."""
     record = read_record(directory)
     return record if record is not None and record.hash == run_hash else None
 

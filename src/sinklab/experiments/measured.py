@@ -59,8 +59,6 @@ class MeasuredResults:
 
     Attributes:
         experiment: the experiment, after `with_models`: --model may have replaced the `models` of its cells.
-        subjects: domains or models for which every cell is measured.
-        passes: forward passes, each for one or several cells.
         draws: number of draws of sequences; if models are the replicates, maximum number of models.
         hashes: hash of each measurement's settings, by results folder (`Pass.folder`).
         outcome: measurements and error messages, by results folder.
@@ -141,22 +139,17 @@ def measure_experiment(
     Args:
         models: run directories, model directories, .gguf files or Hugging Face ids; empty to measure the `models` of
             the cells.
-        text: file or folder of text; for an experiment over domains, a folder with a file per domain. May be None if no
-            cell has natural inputs.
+        text: see `subjects_of`; may be None if no cell has natural inputs.
         draws: number of draws of sequences; if models are the replicates, the maximum number of models.
-        loading: options for loading the models.
         out: directory for the measurements and summary.json; a repeated call runs only missing measurements.
-        observe: callback for progress and results.
         data: file with the items of the downstream task, for experiments that have one; default: see `chosen_task`.
 
     Raises:
-        InputError: before any measurement: see `with_models`, `subjects_of`, `passes_of` and `chosen_task`; also if a
-            model or its config cannot be found, the text or the first unfinished model is unusable, this model does
-            not fit the settings of its passes, or `out` has files that sinklab has not written, or measurements that
-            are damaged or have other settings. The failure of a later model is recorded in the results instead.
-        HeldError: if another process is writing the same summary.json.
-        UnsavedError: if a result cannot be saved; the exception contains the results so far.
-        SinklabError: if the first unfinished model cannot be loaded (`open_model`), or `out` cannot be locked.
+        InputError: before any measurement: see `with_models`, `subjects_of`, `passes_of`, `chosen_task` and
+            `measure_all`; also if a model or its config cannot be found, or the first unfinished model is unusable. The
+            failure of a later model is recorded in the results instead.
+        HeldError, UnsavedError: see `measure_all`.
+        SinklabError: see `measure_all`; also if the first unfinished model cannot be loaded (`open_model`).
     """
     experiment = with_models(experiment, models)
     subjects = subjects_of(experiment, models, text)
@@ -218,12 +211,7 @@ class _OneAtATime:
         self._model: Model | None = None
 
     def get(self, wanted: Pass, replicate: int) -> Model:
-        """Return the model of a replicate, loading it if necessary; for downstream tasks, as a transformers model.
-
-        Raises:
-            InputError: if the model cannot be loaded, or does not fit the settings of its passes.
-            SinklabError: see `open_model`.
-        """
+        """Return the model of a replicate, loading it if necessary; for downstream tasks, as a transformers model."""
         chosen, asks = wanted.model(replicate), wanted.task is not None
         if self._model is None or self._wanted != (chosen, asks):
             self._model = None  # frees the memory of the previous model
@@ -245,7 +233,6 @@ def claims_about(
     claim that requires models, domains or measurements that are missing is yielded as `Undecidable`.
 
     Args:
-        subjects: domains or models for which the cells are measured.
         found: check of the paper's proposition on repeated tokens; None if no such check was made.
     """
     roles = {role for one in subjects for role in one.models}
@@ -348,8 +335,8 @@ def paper_model(given: str) -> OpenModel | None:
 def published_numbers(experiment: Experiment, name: str, cell: MeasuredCell, given: str) -> dict[str, float]:
     """Return the paper's numbers, by quantity, for a model with the settings of a cell.
 
-    The result is empty if the model is not in the paper's list, if the number of sequences, their length or eps differs
-    from the paper's, or if the paper has no number for the cell.
+    The result is empty if the model is not in the paper's list, the settings differ from the paper's, or the paper has
+    no number for the cell.
 
     Args:
         name: name of the cell in the experiment.
@@ -367,10 +354,9 @@ def published_numbers(experiment: Experiment, name: str, cell: MeasuredCell, giv
 
 
 def paper_rows(experiment: Experiment) -> PaperRows:
-    """Return the numbers of the experiment's table in the paper, by model, cell and quantity.
+    """Return the numbers of the experiment's table in the paper, by model, cell and quantity; empty without a table.
 
-    The result is empty if the experiment refers to no table. If each row of the table is a model, only the numbers for
-    the experiment's cells are returned.
+    If each row of the table is a model, only the numbers for the experiment's cells are returned.
     """
     if experiment.published is None:
         return {}

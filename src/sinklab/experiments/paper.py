@@ -58,9 +58,9 @@ class Published(Part):
         return self
 
     def numbers_of(self, cell: str) -> dict[str, float]:
-        """Return the paper's numbers for a cell by quantity.
+        """Return the paper's numbers for a cell by quantity; empty if the table has no row for the cell.
 
-        The result is {"trains": 0.0} if training failed in the paper, and empty if the table has no row for the cell.
+        The result is {"trains": 0.0} if training failed in the paper.
         """
         return published_tables()[self.table].get(self.rows.get(cell, cell), {})
 

@@ -23,10 +23,9 @@ MANY = 6
 
 @dataclass(frozen=True)
 class Subject:
-    """A domain or model for which all cells are measured.
+    """A domain or model for which all cells are measured; its name is empty if the experiment does not set `each`.
 
     Attributes:
-        name: name of the domain or model; empty if the experiment does not set `each`.
         models: model names or paths by role (base, chat); empty if the cells set `models`.
         text: file or folder of text, for a domain its file; None without --text.
     """
@@ -42,10 +41,9 @@ class Subject:
 
 @dataclass(frozen=True, order=True)
 class ModelChoice:
-    """A model to load, with its revision and subfolder.
+    """A model to load: Hugging Face id, directory, .gguf file or run directory.
 
     Attributes:
-        name: Hugging Face id, directory, .gguf file or run directory.
         revision: branch, tag or commit on the Hub; empty to use the revision of the loading settings.
         subfolder: subfolder of the model; empty for none.
     """
@@ -67,8 +65,8 @@ class ModelChoice:
 def model_choice(given: str, cell: MeasuredCell) -> ModelChoice:
     """Parse a model given as NAME or NAME@REVISION; the name of an existing file or directory may contain an @.
 
-    The subfolder is that of the cell, and so is the revision if only NAME is given. For a model directory, the revision
-    is the name of a folder in it, which becomes the model.
+    Default revision and subfolder are those of the cell. For a model directory, the revision is the name of a folder in
+    it, which becomes the model.
 
     Raises:
         InputError: if the directory has no such folder.
@@ -91,7 +89,6 @@ class Pass:
     """Forward passes over the same sequences for one cell, or for several cells that differ only in eps and length.
 
     Attributes:
-        name: name of the pass and of its results folder.
         models: models by name of the results folder; several models are replicates, a single model is measured on
             several draws.
         text: file or folder of text for natural inputs; None for other inputs.
@@ -154,8 +151,7 @@ def subjects_of(experiment: Experiment, models: Sequence[str], text: Path | None
         text: file or folder of text; for an experiment over domains, a folder with a file per domain.
 
     Raises:
-        InputError: if models are missing, repeated or too many, the text is missing, or --text of an experiment over
-            domains is not a folder with .txt or .jsonl files.
+        InputError: if models are missing, repeated or too many, or the text is missing or not such a folder.
     """
     _check_inputs(experiment, models, text)
     if _named(experiment):
@@ -174,9 +170,7 @@ def _named(experiment: Experiment) -> tuple[str, ...]:
 
 
 def with_models(experiment: Experiment, models: Sequence[str]) -> Experiment:
-    """Return a copy of the experiment in which `models` replaces the models of its cells.
-
-    The experiment is returned unchanged if `models` is empty or the cells do not set `models`.
+    """Return a copy of the experiment in which `models`, if there are any, replaces the models that its cells set.
 
     Raises:
         InputError: if the cells set different models or a single model each, or `models` has fewer than two entries or
@@ -213,9 +207,7 @@ def _check_inputs(experiment: Experiment, models: Sequence[str], text: Path | No
 
 
 def passes_of(experiment: Experiment, subjects: Sequence[Subject]) -> list[Pass]:
-    """Group the cells of all subjects into forward passes, ordered by model.
-
-    Cells of the chat model are omitted if no second --model was passed.
+    """Group the cells of all subjects into forward passes, ordered by model; chat cells need a second --model.
 
     Raises:
         InputError: if a model directory has no folder of a revision's name, or two models of a cell are the same.
@@ -255,10 +247,9 @@ def enumerated(names: Sequence[str]) -> str:
 
 
 def download_of(models: Sequence[ModelChoice]) -> str:
-    """Return a phrase with the number and total size of the models to download.
+    """Return a phrase with the number and total size of the models to download, or that all of them are local.
 
-    If all models are local, the phrase says so. The size is estimated from the parameter counts in the names, at two
-    bytes per parameter; it is left out if no name has a count.
+    The size is estimated from the parameter counts in the names, at two bytes per parameter.
     """
     remote = [model for model in models if not Path(model.name).expanduser().exists()]
     if not remote:

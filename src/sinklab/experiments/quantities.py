@@ -313,10 +313,7 @@ class RunNumbers:
         return now / before if before and now is not None else None
 
     def sink_growth(self) -> float | None:
-        """Return `value("sink_1")` minus Sink_1 at the last evaluation up to half of the steps, in percentage points.
-
-        The result is None if either is unknown.
-        """
+        """Return Sink_1 minus Sink_1 at the last evaluation up to half of the steps, points; None if one is unknown."""
         half, now = self.evaluations("sink_1", self.last.step // 2, count=1), self.value("sink_1")
         return now - half[0] if half and now is not None else None
 
@@ -335,10 +332,7 @@ class RunNumbers:
         return next((float(max(step, 1)) for step, value in known if value >= bound), never)
 
     def loss_change(self) -> float | None:
-        """Return the discontinuity of the validation loss at the step at which the sink emerged, nats per token.
-
-        The result is None if there is no such step, or if too few evaluations are near it (`discontinuity_at`).
-        """
+        """Return `discontinuity_at` the step at which the sink emerged, nats per token; None without such a step."""
         emerged = self.value("emergence_step") or math.inf
         known = [(step, loss) for step, loss in self.known("valid_loss") if step > 0]
         if emerged == math.inf:

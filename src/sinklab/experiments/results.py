@@ -26,7 +26,7 @@ class CellResults:
     Attributes:
         change: changed recipe keys or settings of the cell (`CellSummary.change`).
         runs: entries of the runs in summary.json, one per replicate, finished or not.
-        numbers: quantities of the finished runs, one entry per run; runs without metrics are omitted.
+        numbers: quantities of the finished runs; runs without metrics are omitted.
         failed: number of runs that diverged; 0 for measured cells.
     """
 
@@ -87,24 +87,16 @@ def read_numbers(directory: Path) -> RunNumbers:
 
 
 def named_values(numbers: RunNumbers, names: Iterable[str]) -> tuple[dict[str, float], list[str]]:
-    """Return the finite values of a run by quantity, and the names of the step quantities that were never reached.
-
-    Quantities that are not known are omitted from both.
-
-    Args:
-        names: names of the quantities.
-    """
+    """Return a run's finite values of these quantities by name, and the names of the steps that were never reached."""
     found = {name: value for name in names if (value := numbers.value(name)) is not None}
     never = [name for name, value in found.items() if value == math.inf]
     return {name: value for name, value in found.items() if name not in never}, never
 
 
 def measured_numbers(cell: MeasuredCell, measured: Measurement, draw: int) -> RunNumbers:
-    """Return the quantities of a replicate of a measured cell.
+    """Return the quantities of a replicate of a measured cell; only sink rates if the cell's sequences are shorter.
 
     Args:
-        measured: measurement with the cell's forward passes. If the cell's sequences are shorter than those measured,
-            only `sink_rate` is available.
         draw: index of the replicate (draw of sequences, or model), stored as `seed`.
     """
     whole, eps = cell.length == measured.length, f"{cell.eps:g}"
@@ -156,9 +148,8 @@ def _others(cell: MeasuredCell, measured: Measurement) -> dict[str, float]:
 def _angles(measured: Measurement, eps: float) -> dict[str, float]:
     """Return `cosine_first`, `cosine_rest`, `cosine_gap` and `norm_product_ratio` (`quantities.py`), by name.
 
-    The means are over the heads whose mean importance of the first token exceeds eps. The result is empty if there are
-    no such heads, if cosines and norm products were not measured, if sequences have one token, or if the mean norm
-    product of the other keys is 0.
+    The means are over the heads whose mean importance of the first token exceeds eps. The result is empty without such
+    heads, cosines, norm products or later tokens, or if the mean norm product of the other keys is 0.
     """
     heads_LH = measured.importance[:, :, 0] > eps
     cosine_LHT = measured.details.cosine if measured.details else None

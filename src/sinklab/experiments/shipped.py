@@ -33,9 +33,8 @@ def load_experiment(name: str) -> Experiment:
     is relative to the directory of this file or, if there is no such recipe, to the working directory.
 
     Raises:
-        InputError: if there is no such experiment or file (the message suggests similar ids), it cannot be read or is
-            invalid (the message names the field), or `same_as` of a claim names a claim that does not exist or that is
-            a reference itself.
+        InputError: if there is no such experiment or file, it is unreadable or invalid, or `same_as` names a claim that
+            does not exist or that is a reference itself.
     """
     file = Path(name) if name.endswith(FILE) else _shipped().get(name)
     if file is None or not file.is_file():
@@ -61,13 +60,10 @@ def load_experiment(name: str) -> Experiment:
 
 
 def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
-    """Return a copy of a claim with `same_as` that has the check of the referenced claim.
+    """Return a copy of a claim with `same_as` that has the check of the referenced claim; else raise ValueError.
 
     If the claim does not set `scales` or `asks_massive`, the copy also has that of the referenced claim, without scales
     that `experiment` lacks.
-
-    Raises:
-        ValueError: if the referenced claim does not exist, or is a reference itself.
     """
     name, _, wanted = (claim.same_as or "").rpartition(".")
     files = _shipped()
@@ -94,10 +90,9 @@ def _shipped() -> dict[str, Traversable]:
 
 @dataclass(frozen=True)
 class ScaleCost:
-    """Size and cost of an experiment at one scale.
+    """Numbers of cells and claims of an experiment at one scale, and its cost.
 
     Attributes:
-        cells, claims: number of cells and claims at the scale.
         hours: estimated hours to train all cells with all default seeds sequentially, on one CPU core or one GPU.
         estimated: phrase on how the hours were estimated (`Pace.said`).
     """

@@ -21,10 +21,9 @@ from sinklab.schema import finite_or_none
 
 
 def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None = None) -> Trial:
-    """Return a trained experiment at one scale, with the claims to judge and its entry in summary.json.
+    """Return a trained experiment at a scale of its `base`, with the claims to judge and its entry in summary.json.
 
     Args:
-        scale: scale for which the experiment has a base recipe.
         seeds: training seeds in tables and verdicts; default: all.
     """
     cells = list(experiment.cells_at(scale))

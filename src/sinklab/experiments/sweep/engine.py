@@ -54,13 +54,7 @@ class PlannedRun:
         return build_recipe(yaml.safe_load(self.recipe), origin=self.name)
 
     def recorded(self) -> "Event | None":
-        """Return the run's last event (done or failed), as recorded in record.json.
-
-        The result is None if there is no record, or if the record belongs to a run with another hash.
-
-        Raises:
-            InputError: if the record cannot be read or is damaged.
-        """
+        """Return the run's last event (done or failed) from record.json; None without such a record (`record_of`)."""
         record = record_of(self.directory, self.hash)
         return Event(self.name, record.status, record.step, message=record.message) if record else None
 
@@ -87,7 +81,7 @@ class Event:
 
     @property
     def is_last(self) -> bool:
-        """True if this is the last event of a submitted run: done, failed, stopped or busy."""
+        """Whether the submitted run has ended: done, failed, stopped or busy."""
         return self.kind in ENDINGS
 
 
@@ -156,10 +150,9 @@ class MetricsTail:
 
 
 def train_all(runs: Sequence[PlannedRun], engine: Engine, watch: Callable[[Event], None]) -> dict[str, Event]:
-    """Train the runs that have no record; return the last event (done or failed) of every run by name.
+    """Train the runs that have no record, in order; return the last event (done or failed) of every run by name.
 
     Args:
-        runs: runs in the order of training.
         engine: engine that trains the runs; it is closed at the end.
         watch: callback, called with every event except `busy`, and with the evaluations and ends of runs that other
             processes train.
@@ -181,11 +174,7 @@ def train_all(runs: Sequence[PlannedRun], engine: Engine, watch: Callable[[Event
 
 
 class _Scheduler:
-    """Scheduler of queued and submitted runs, and of runs locked by other processes.
-
-    Args:
-        runs, engine, watch: see `train_all`.
-    """
+    """Scheduler of queued and submitted runs, and of runs locked by other processes."""
 
     def __init__(self, runs: Sequence[PlannedRun], engine: Engine, watch: Callable[[Event], None]) -> None:
         self._engine, self._watch = engine, watch

@@ -118,14 +118,7 @@ def read_packed(folder: Path) -> list[PackedRun]:
 
 
 def unpack(top: Path, into: Path) -> list[Path]:
-    """Restore the directory of every packed run; existing directories are not modified.
-
-    Args:
-        top: folder of a packed sweep.
-        into: directory to which the paths of the run directories (`PackedRun.directory`) are relative.
-
-    Returns:
-        The run directories created.
+    """Restore the directory of every packed run below `into`, and return those created; existing ones are not modified.
 
     Raises:
         InputError: if `top` contains no packed runs, if a file is missing, cannot be read or is damaged, or if the
@@ -151,15 +144,7 @@ def unpack(top: Path, into: Path) -> list[Path]:
 
 
 def take_up(top: Path, out: Path) -> None:
-    """Add the runs and manifests of a packed sweep to the directory of a sweep; existing ones are not modified.
-
-    Args:
-        top: folder of a packed sweep.
-        out: directory of the sweep.
-
-    Raises:
-        InputError, SinklabError: see `unpack`.
-    """
+    """Add the runs (`unpack`) and manifests of a packed sweep to a sweep's directory; existing ones are kept."""
     unpack(top, out)
     for path in sorted((top / MANIFESTS).glob("*.json")):
         if not (out / MANIFESTS / path.name).exists():
@@ -181,17 +166,13 @@ def _write_run(directory: Path, run: PackedRun) -> None:
 
 
 def write_checksums(top: Path) -> None:
-    """Write checksums.txt with the SHA-256 of every other file in and below a folder.
-
-    Raises:
-        SinklabError: if the file cannot be written.
-    """
+    """Write checksums.txt with the SHA-256 of every other file in and below a folder; see `write_text` for errors."""
     files = sorted(path for path in top.rglob("*") if path.is_file() and path != top / CHECKSUMS)
     write_text(top / CHECKSUMS, "".join(f"{sha256_of(path)}  {path.relative_to(top).as_posix()}\n" for path in files))
 
 
 def read_checksums(top: Path) -> dict[str, str]:
-    """Return the contents of checksums.txt: the SHA-256 of every other file of a packed sweep, by path below `top`.
+    """Return the SHA-256 of every other file of a packed sweep, by path below `top`, from checksums.txt.
 
     Raises:
         InputError: if checksums.txt is missing, cannot be read or is damaged.

@@ -19,12 +19,7 @@ from sinklab.train.start import with_checkpoint_values
 
 @dataclass(frozen=True)
 class Question:
-    """An experiment to be trained at a scale with a number of seeds.
-
-    Attributes:
-        scale: scale at which the cells are trained.
-        seeds: number of consecutive seeds per cell, from the experiment's first seed on.
-    """
+    """An experiment to be trained at a scale with a number of consecutive seeds, from its first seed on."""
 
     experiment: Experiment
     scale: Scale
@@ -57,10 +52,9 @@ class SweepCell:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """Distinct cells of several experiments, and the order of training.
+    """Distinct cells of several experiments by name, and the order of training.
 
     Attributes:
-        cells: cells by name.
         order: (cell name, seed) pairs, sorted by rank of the experiment, then by seed.
     """
 
@@ -83,11 +77,7 @@ class PlannedSweep:
 
 
 def scale_of(experiment: Experiment, scale: str) -> Scale:
-    """Return `scale` if it is a scale of the experiment.
-
-    Raises:
-        InputError: if the experiment lacks the scale; the message lists its scales.
-    """
+    """Return `scale`; raise InputError with the scales of the experiment if it is not one of them."""
     if scale not in experiment.base:
         raise InputError(f"{experiment.id} has no scale {scale!r}; it has: {', '.join(experiment.base)}")
     return cast(Scale, scale)
@@ -101,9 +91,9 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
         overlay: recipe overlay for all cells, applied after those of the cell.
 
     Raises:
-        InputError: if a base recipe is missing or not YAML, a recipe is invalid with its overlays (the message names
-            the field), an initial checkpoint is unusable or does not fit the recipe's model, or two experiments have
-            cells of the same name with different recipes.
+        InputError: if a base recipe is missing or not YAML, a recipe is invalid with its overlays, an initial
+            checkpoint is unusable or does not fit the recipe's model, or two experiments have cells of the same name
+            with different recipes.
         SinklabError: if the initial checkpoint is a run that has no valid checkpoint.
     """
     cells: dict[str, SweepCell] = {}
@@ -127,14 +117,7 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
 
 
 def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepCell]:
-    """Return the cells of an experiment by name.
-
-    Args:
-        overlay: recipe overlay for all cells, applied after those of the cell.
-
-    Raises:
-        InputError, SinklabError: see `plan_sweep`.
-    """
+    """Return the cells of an experiment by name; arguments and errors as in `plan_sweep`."""
     experiment, scale = question.experiment, question.scale
     checks = [check for claim in experiment.claims_at(scale) if claim.check for check in parts_of(claim.check)]
     diverging = {check.cell for check in checks if isinstance(check, Diverges) and check.kind == "diverges"}
@@ -178,15 +161,13 @@ def change_of(recipe: Recipe, base: Recipe, overlays: Sequence[Mapping[str, Any]
 def place_sweep(
     plan: SweepPlan, data: Mapping[str, TokenDataset], out: Path, found: Mapping[str, Path]
 ) -> PlannedSweep:
-    """Return a plan with the hashes and directories of its runs.
+    """Return a plan with the hashes of its runs, and their directories: existing ones (`found`, by hash), or in `out`.
 
     Args:
         data: prepared data by `data_key`.
-        out: directory of the sweep.
-        found: directories of existing runs, by hash.
 
     Raises:
-        InputError: see `resolve`: if a model's vocabulary is smaller than the tokenizer's, or a device is not usable.
+        InputError: see `resolve`.
     """
     runs: dict[str, PlannedRun] = {}
     hashes: dict[tuple[str, int], str] = {}

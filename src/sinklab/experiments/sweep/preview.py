@@ -59,12 +59,10 @@ class Pace:
 
 @dataclass(frozen=True)
 class CellPreview:
-    """Preview of a cell: finished seeds and estimated hours.
+    """Preview of a cell: requested and finished seeds (diverged ones included), and estimated hours.
 
     Attributes:
         change: recipe keys (dotted) that differ from the base, with their values.
-        seeds: number of requested seeds.
-        done: number of requested seeds whose run is finished or has diverged.
         hours: estimated hours of one run; None if the throughput is unknown (a cluster without finished runs).
         same_as: name of the first cell with the same recipe, if this is another cell; else empty.
     """
@@ -84,7 +82,6 @@ class Preview:
     Attributes:
         runs: number of distinct runs.
         missing: number of distinct runs that are not finished and have not diverged.
-        engine: name of the execution engine.
         jobs: number of concurrent runs; None if the cluster decides.
         hours: estimated hours for the missing runs, with `jobs` concurrent runs; None if `jobs` is None or the
             throughput is unknown.
@@ -114,15 +111,12 @@ def preview(
     their recipes alone. `reproduce` trains these runs again if the text that it prepares differs from theirs.
 
     Args:
-        out: directory of the sweep.
-        found: directories of existing runs, by hash.
-        engine: name of the execution engine.
+        out, found: see `place_sweep`.
         pace: throughput of a run on the engine; None if unknown.
         jobs: number of concurrent runs; None if unknown.
 
     Raises:
-        InputError: see `record_of` and `resolve`: if a record cannot be read or is damaged, a model's vocabulary is
-            smaller than the tokenizer's, or a device is not usable.
+        InputError: see `record_of` and `resolve`.
     """
     data: dict[str, TokenDataset] = {}
     for key, recipe in {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}.items():

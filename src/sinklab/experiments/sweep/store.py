@@ -51,11 +51,9 @@ class ManifestCell(ReadDocument):
 
 
 class SweepManifest(VersionedDocument):
-    """asked/ID.json: a requested experiment and the hashes of its runs.
+    """asked/ID.json: an experiment as it was requested, and the hashes of its runs.
 
     Attributes:
-        experiment: definition of the experiment when it was requested.
-        scale: requested scale.
         overlay: recipe overlay for all cells, with the values of --steps and --text; empty if neither is passed.
         cells: changed recipe keys and run hashes, by name of the cell.
     """
@@ -77,11 +75,7 @@ class SweepManifest(VersionedDocument):
                 yield name, seed, run_hash
 
     def save(self, out: Path) -> None:
-        """Write asked/ID.json in the directory of the sweep.
-
-        Raises:
-            SinklabError: if the file cannot be written.
-        """
+        """Write asked/ID.json in the directory of the sweep; see `write_json` for errors."""
         path = out / MANIFESTS / f"{self.experiment.id}.json"
         document = self.model_dump(mode="json", by_alias=True, exclude={"experiment"})
         experiment = self.experiment.model_dump(mode="json", by_alias=True, exclude=OF_MEASURED)
@@ -121,16 +115,10 @@ def read_manifests(out: Path) -> dict[str, SweepManifest]:
 
 
 def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, SweepManifest]) -> dict[str, SweepManifest]:
-    """Add the experiments and seeds of earlier manifests to the new manifests.
+    """Add the experiments and seeds of earlier manifests to the new manifests (at least one); return them by rank.
 
     Earlier manifests with another scale or overlay are left out. Earlier seeds of an experiment are added to the cells
     whose runs have the same hashes as before, provided that the experiment's first seed has not changed.
-
-    Args:
-        before, now: earlier and new manifests by experiment id; `now` is not empty.
-
-    Returns:
-        Manifests by experiment id, sorted by rank.
 
     Raises:
         InputError: if an earlier manifest of another experiment has a different run for the same cell and seed.
@@ -197,13 +185,13 @@ def _progress(directory: Path) -> tuple[bool, bool, int]:
 
 
 def results_of(manifests: Mapping[str, SweepManifest], out: Path) -> dict[str, CellResults]:
-    """Return the results of all cells of the manifests, by name of the cell, from the runs in and below a directory.
+    """Return the results of all cells of the manifests by name, from the runs in and below a directory.
 
     A finished run without metrics is listed as unfinished, with a message.
 
     Raises:
         InputError: if a file of a run cannot be read or is damaged.
-        SinklabError: if an env.json cannot be read or is damaged.
+        SinklabError: see `found_runs`.
     """
     found = found_runs(out)
     wanted = tuple(dict.fromkeys([*NUMBERS, *(name for one in manifests.values() for name in _quantities(one))]))
@@ -265,7 +253,6 @@ class Unassessed:
     Attributes:
         doing, done: verb forms for progress messages.
         name: display name, from cell and seed.
-        directory: run directory.
         parts: names of all parts that the run's experiments request, also of those that it has.
         document: path of the run's assessment.json.
     """
@@ -287,7 +274,7 @@ def unassessed(manifests: Iterable[SweepManifest], out: Path) -> list[Unassessed
 
     Raises:
         InputError: if a record or an assessment cannot be read or is damaged.
-        SinklabError: if an env.json cannot be read or is damaged.
+        SinklabError: see `found_runs`.
     """
     wanted, names = dict[Path, dict[str, None]](), dict[Path, str]()
     for experiment, name, directory in _finished([one for one in manifests if one.experiment.assess], out):
@@ -303,8 +290,6 @@ class TuningRequest:
     Attributes:
         doing, done: verb forms for progress messages.
         name: display name, from cell and seed.
-        directory: run directory.
-        options: settings of the fine-tuning.
         document: path of the fine-tuning's sft.json.
     """
 
@@ -321,22 +306,16 @@ class TuningRequest:
 
     @property
     def is_finished(self) -> bool:
-        """True if the run has been fine-tuned and the tuned model evaluated.
-
-        Raises:
-            InputError: if sft.json cannot be read or is damaged.
-        """
+        """True if the run has been fine-tuned and the tuned model evaluated; see `load_tuning` for errors."""
         return self.document.is_file() and load_tuning(self.document).chat is not None
 
 
 def tuning_requests(manifests: Iterable[SweepManifest], out: Path) -> list[TuningRequest]:
-    """Return a request for each finished run in and below `out` of an experiment with `tune`.
-
-    Runs that have been tuned already are included.
+    """Return a request for each finished run in and below `out` of an experiment with `tune`, also for tuned runs.
 
     Raises:
         InputError: if a record cannot be read or is damaged.
-        SinklabError: if an env.json cannot be read or is damaged.
+        SinklabError: see `found_runs`.
     """
     tuned = [one for one in manifests if one.experiment.tune is not None]
     requests = {

@@ -44,7 +44,6 @@ def train_with_torchrun(
     """Train a run with several torchrun processes; return the run's last event.
 
     Args:
-        processes: number of processes.
         watch: callback, called with the evaluations (`row` events).
         should_stop: see `train_cell`; called every `POLL_S` seconds.
 

@@ -47,7 +47,6 @@ class Verified:
     """The outcome of one check of a packed sweep.
 
     Attributes:
-        name: name of the check.
         checked: number of items checked (files, runs, claims).
         problems: problems found, one per entry.
         notes: remarks that are not problems: how retrained runs were compared, exploratory claims that were stated
@@ -69,14 +68,11 @@ def verify_packed(
 ) -> list[Verified]:
     """Check the files, recipes, dates of claims and verdicts of a packed sweep, and retrain some of its runs.
 
-    Args:
-        top: folder of the packed sweep.
-        retrain: number of finished runs, drawn at random, to retrain.
-        seed: random seed of the sample.
-        say: callback, called with a line of text per stage and retrained run.
+    A failed check does not prevent the others.
 
-    Returns:
-        The outcome of every check; a failed check does not prevent the others.
+    Args:
+        retrain: number of finished runs, drawn at random with `seed`, to retrain.
+        say: callback, called with a line of text per stage and retrained run.
 
     Raises:
         InputError: if `top` contains no packed sweep, or if checksums, packed runs or manifests cannot be read or are
@@ -194,10 +190,8 @@ def _retrained(runs: dict[str, Path], count: int, seed: int, say: Callable[[str]
 def _train_again(directory: Path, again: Path) -> tuple[list[str], str]:
     """Retrain a run in the directory `again`; return deviations from the packed metrics, and how they were compared.
 
-    The second value is a phrase; it is empty if the training did not end as `done`.
-
-    Raises:
-        InputError: if recipe and text have another hash on this machine, or cannot be read.
+    The second value is empty if the training did not end as `done`. InputError is raised if recipe and text have
+    another hash on this machine, or cannot be read.
     """
     recipe, before = load_recipe(str(directory / "recipe.yaml")), read_environment(directory)
     dataset = prepared(recipe.data)
@@ -259,9 +253,6 @@ def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) ->
 
     Args:
         runs: run directories by hash.
-
-    Returns:
-        The outcome of the check.
 
     Raises:
         SinklabError: if an env.json cannot be read or is damaged.

@@ -62,8 +62,8 @@ def train_cell(
         world: training processes, all of which call this function.
 
     Returns:
-        The last event: done, failed, stopped, or busy if another process has locked the run. Exceptions are not raised,
-        but returned as `failed` with a message.
+        The last event: done, failed, stopped, or busy if another process has locked the run. Exceptions are returned as
+        `failed` with a message.
     """
     keep_freed_memory()
     if threads is not None:
@@ -90,11 +90,7 @@ def train_cell(
 
 
 def _recorded_without_checkpoint(planned: PlannedRun) -> bool:
-    """Write record.json of a finished run without checkpoints, so that the run is not trained again.
-
-    Returns:
-        True if the directory has such a run with the planned hash, which then has a record; else False.
-    """
+    """Write record.json of a finished run of the planned hash without checkpoints; return whether there is one."""
     directory = planned.directory
     if not (directory / "measurement.json").is_file() or steps_saved(directory / "checkpoints"):
         return False
@@ -154,9 +150,6 @@ class _PeakMemory:
 
     On a GPU, the peak allocation is read after every update, because measurements between updates reset the counter. On
     a CPU, the peak of the whole process so far is used.
-
-    Args:
-        device: device of this process.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -176,15 +169,10 @@ class _PeakMemory:
 
 
 def _record_end(trainer: Trainer, diverged: DivergedError | None, memory: _PeakMemory) -> None:
-    """Write record.json of a finished or diverged run, whose lock the trainer holds.
+    """Write record.json of a finished or diverged run, whose lock the trainer holds; all processes call this function.
 
-    For a finished run, the kurtosis of the hidden states is measured first. All processes call this function.
-
-    Raises:
-        StoppedError: if a stop was requested before the kurtosis was measured or, with one process, while it was; the
-            next call of `train_cell` writes the record.
-        SinklabError: see `Evaluator.measure`; also if a result file of the run cannot be read or the record cannot be
-            written.
+    For a finished run, the kurtosis of the hidden states is measured first. If a stop is requested before or (with one
+    process) during this measurement, StoppedError is raised, and the next call of `train_cell` writes the record.
     """
     run, recipe = trainer.run, trainer.recipe
     peak_memory_mb = memory.mb()  # read before the kurtosis is measured, which needs more memory than training
@@ -209,12 +197,7 @@ def _record_end(trainer: Trainer, diverged: DivergedError | None, memory: _PeakM
 
 
 def _record_from_files(directory: Path, run_hash: str, recipe: Recipe) -> None:
-    """Write record.json, without kurtosis, of a finished run without checkpoints from its metrics and measurement.
-
-    Raises:
-        SinklabError: if metrics or measurement cannot be read, the measurement was not written by training, or the
-            record cannot be written.
-    """
+    """Write record.json, without kurtosis, of a finished run without checkpoints from its metrics and measurement."""
     from sinklab.measuring.measurement import Measurement
 
     measured = Measurement.load(directory)

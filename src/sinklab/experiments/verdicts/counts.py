@@ -24,9 +24,6 @@ def seed_by_seed(held: Sequence[bool]) -> bool | None:
 
     With nine seeds or more, one seed may deviate in either case. The caller checks the minimum number of seeds: without
     seeds, the result is True.
-
-    Args:
-        held: whether the claim holds, by seed.
     """
     differ, kept = int(len(held) >= MANY), sum(held)
     return True if kept >= len(held) - differ else False if kept <= differ else None

@@ -66,7 +66,6 @@ def detectable(check: Check, scale: str, pilots: Pilots | None = None) -> str:
     `less`, `equal`, `alike`, `rising` and `falling`, and if the scale has no pilot runs of the quantity.
 
     Args:
-        scale: scale of the pilot runs.
         pilots: spreads of pilot runs; default: the shipped pilots.json.
     """
     if isinstance(check, All):
@@ -113,11 +112,7 @@ def shipped_verdicts() -> Committed:
 
 
 def verdict_of_five(claim: JudgedClaim, committed: Committed | None = None) -> str:
-    """Return the committed verdict on a claim at its scale and the evidence, in sentences; empty if there is none.
-
-    Args:
-        committed: committed verdicts; default: the shipped committed.json.
-    """
+    """Return the verdict on a claim, with evidence, from `committed` (default: the shipped file); empty without one."""
     known = (committed or shipped_verdicts()).scales.get(claim.scale, {})
     found = known.get(claim.same_as or f"{claim.experiment}.{claim.id}")
     if found is None:

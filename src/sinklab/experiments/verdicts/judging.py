@@ -59,11 +59,7 @@ class Trial:
 
 
 def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]:
-    """Return the claims of an experiment with their verdicts.
-
-    Args:
-        results: results by cell; cells of other experiments are ignored, and a cell that is missing has no runs.
-    """
+    """Return the claims of an experiment with their verdicts; cells of other experiments are ignored."""
     experiment, scale = trial.experiment, trial.described.scale
     own = {cell: results[cell].of_seeds(trial.seeds) for cell in trial.described.cells if cell in results}
     found = []
@@ -192,8 +188,7 @@ def _waits_for(check: Check, runs: Runs) -> str:
 def _unmet_condition(claim: Claim, baseline: str | None, results: Mapping[str, CellResults]) -> JudgedClaim | None:
     """Return the claim with the reason why it is not judged, if training is not known to double a cell's norm ratio.
 
-    The result is None if training is known to double this ratio, if the claim has no such condition, and for an
-    unresolved reference.
+    The result is None if the condition is met or there is none, and for an unresolved reference.
 
     Args:
         baseline: name of the cell (`Experiment.massive_cell`); None if there is no condition.

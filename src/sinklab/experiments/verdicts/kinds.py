@@ -90,20 +90,13 @@ class Runs:
         return {seed: values for seed, values in found.items() if values}
 
     def values(self, cells: Sequence[str], name: str, at_step: int | None = None) -> Values:
-        """Return the value of a quantity by cell and seed; seeds without a value are omitted.
-
-        Raises:
-            _UnmeasuredError: if no seed of a cell has a value.
-        """
+        """Return the value of a quantity by cell and seed; raise _UnmeasuredError if no seed of a cell has a value."""
         return _measured({cell: self.by_seed(cell, name, at_step) for cell in cells}, name, at_step)
 
     def counted(self, held: Sequence[bool]) -> str:
         """Format the number of seeds at which a statement holds: `5 of 5 seeds (95 % CI: 48 to 100 % of all seeds)`.
 
         With fewer than FEWEST seeds, the interval is left out: `3 of 3 seeds`.
-
-        Args:
-            held: whether the statement holds, by seed.
         """
         kept, n = sum(held), len(held)
         if n < FEWEST:
@@ -208,8 +201,7 @@ def _differs(check: Differs, runs: Runs) -> Finding:
 def _paired(check: Equal | Alike | Monotone, runs: Runs) -> tuple[Values, list[int], str]:
     """Return the values by cell and seed, the seeds that have values in all cells, and the values as text.
 
-    Raises:
-        _UnmeasuredError: if a cell has no value, or no seed has values in all cells.
+    _UnmeasuredError is raised if a cell has no value, or no seed has values in all cells.
     """
     values = runs.values(check.cells, check.value, check.at_step)
     each = runs.values_text({cell: by_cell.values() for cell, by_cell in values.items()}, check.value)

@@ -30,11 +30,10 @@ def open_engine(name: EngineName, jobs: int, sweep: Path, settings: Sequence[str
     Args:
         jobs: number of concurrent runs of the local engine; other engines ignore it.
         sweep: directory of the sweep, in which slurm and ray create a folder.
-        settings: options of slurm or ray, as KEY=VALUE.
+        settings: options of slurm or ray, as KEY=VALUE (`read_options`); the local engine has none.
 
     Raises:
-        InputError: if an optional dependency or a command that the engine needs is not installed, no cluster answers,
-            an option is unknown or invalid, or an option is passed to the local engine, which has none.
+        InputError: see `read_options`; also if a dependency or command of the engine is missing, or no cluster answers.
     """
     if name == EngineName.slurm:
         from sinklab.experiments.sweep.engines.on_slurm import SlurmEngine, SlurmOptions
@@ -57,13 +56,9 @@ def open_engine(name: EngineName, jobs: int, sweep: Path, settings: Sequence[str
 def read_options(kind: type[OptionsOfEngine], engine: str, settings: Sequence[str]) -> OptionsOfEngine:
     """Return the options of an engine, parsed from KEY=VALUE; of a repeated key, the last value is used.
 
-    Args:
-        kind: class of the options.
-        engine: name of the engine, for messages.
-
     Raises:
-        InputError: if a setting is not KEY=VALUE or its key is unknown (the message lists all keys), or a value is
-            invalid (the message says what is valid).
+        InputError: if a setting is not KEY=VALUE, its key is unknown (the message lists all keys), or its value is
+            invalid.
     """
     values: dict[str, str] = {}
     for setting in settings:

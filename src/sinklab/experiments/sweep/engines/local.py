@@ -91,11 +91,7 @@ class _Running:
 
 
 class LocalEngine:
-    """Engine that trains up to `jobs` runs concurrently on this machine.
-
-    Args:
-        jobs: number of concurrent runs, at least 1.
-    """
+    """Engine that trains up to `jobs` (at least 1) runs concurrently on this machine."""
 
     def __init__(self, jobs: int) -> None:
         self._context = mp.get_context("forkserver")

@@ -55,7 +55,6 @@ class RayEngine:
 
     Args:
         folder: folder for stop files and logs, on a file system that all nodes share.
-        options: address of the cluster and resources per run.
 
     Raises:
         InputError: if Ray, an optional dependency, is not installed, or no connection to the cluster is possible.

@@ -113,7 +113,6 @@ class SlurmEngine:
     Args:
         folder: folder for scripts, outputs, results, ids, stop files and logs of the jobs, on a file system that all
             nodes share.
-        options: resources per run and limits on the queue.
 
     Raises:
         InputError: if submitit or Slurm is not installed here, or no cluster answers.
@@ -258,9 +257,7 @@ class SlurmEngine:
 def train_in_job(run: PlannedRun, folder: Path, threads: int) -> Event:
     """Main function of a Slurm job, pickled by submitit: train a run and return its last event.
 
-    Raises:
-        SystemExit: with status 75, if a signal stopped the run and there is no stop file. With a stop file, the sweep
-            was stopped, and the event `stopped` is returned.
+    If a signal stopped the run and there is no stop file (so that the sweep goes on), the process exits with status 75.
     """
     try:
         return train_remotely(run, folder, threads)
@@ -278,11 +275,7 @@ def _result(job: "Job[Event]") -> Event | None:
 
 
 def _require_cluster() -> None:
-    """Check that Slurm jobs can be submitted from this machine.
-
-    Raises:
-        InputError: if submitit (optional dependency) or a Slurm command is not installed, or no cluster answers.
-    """
+    """Raise InputError if submitit or a Slurm command is not installed, or no cluster answers."""
     try:
         import submitit  # noqa: F401
     except ImportError as error:
