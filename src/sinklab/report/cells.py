@@ -69,7 +69,6 @@ class CellRow:
         progress: steps of unfinished runs, such as ` (step 500 of 2000)`; empty if all are finished.
         latest: last evaluation of every run, updated with its measurement (`ReportedRun.latest`), or one evaluation
             with the values of the summary.
-        measured: measurements of the runs that have one.
         seconds: durations, in seconds, of training or of measuring an existing model; None if unknown.
     """
 
@@ -237,12 +236,8 @@ def sparkline(values: Sequence[float], highest: float, width: int = 16) -> str:
 def curve(runs: Sequence[ReportedRun], value: Callable[[Evaluation], float | None], where: str) -> list[dict[str, Any]]:
     """Average a value of the evaluations by cell and step, over the seeds that have a value at the step.
 
-    Args:
-        value: function that returns the value of an evaluation; None if the evaluation has none.
-        where: value of the field `where` in all rows, such as `first token` or `validation`.
-
     Returns:
-        Rows with the fields `cell`, `where` and `step`, and those that `averaged` adds.
+        Rows with the fields `cell`, `where` (as passed, such as `first token`) and `step`, and those of `averaged`.
     """
     evaluations = ((run.cell, where, one.step, value(one)) for run in runs for one in run.history)
     return averaged(("cell", "where", "step"), (row for row in evaluations if row[-1] is not None))

@@ -43,11 +43,9 @@ UNIFORM = "uniform"
 
 @dataclass(frozen=True)
 class ColourScale:
-    """The colour scale shared by a figure's heatmaps.
+    """The colour scale, from `low` to `high`, shared by a figure's heatmaps of the quantity `what`.
 
     Attributes:
-        what: label of the quantity.
-        low, high: ends of the scale.
         outlined: threshold ε above which squares are outlined; None for no outline.
         diverging: whether zero is the centre of the scale (cosines).
         references: values of uniform attention, marked on the scale.
@@ -71,7 +69,6 @@ class Figure:
 
     Attributes:
         key: anchor in the page, and start of the names of the chart files.
-        caption: description of the figure's content and method.
         scale: colour scale shared by the charts, drawn once on the page; None if they do not share one.
         small: whether the charts are small and side by side.
         table: table below the figure, usually of the plotted numbers; None for no table.
@@ -341,12 +338,7 @@ def heatmaps(
     height: int | None = None,
     small: bool = True,
 ) -> Figure:
-    """Draw a figure of heatmaps, one per (title, matrix), that share a colour scale.
-
-    Args:
-        key, title, caption, small: see `Figure`.
-        rows, columns, height: see `heatmap`.
-    """
+    """Draw a figure of heatmaps, one per (title, matrix), that share a colour scale (see `Figure` and `heatmap`)."""
     drawn = [heatmap(matrix, scale, name, rows, columns, height) for name, matrix in named]
     return Figure(key, title, caption, drawn, scale, small)
 
@@ -364,8 +356,6 @@ def heatmap(
 
     Args:
         values_YX: matrix (Y rows, X columns); its first row is at the top, or at the bottom if `rows.upwards`.
-        scale: colour scale, shared by comparable heatmaps.
-        title: title above the heatmap.
         rows, columns: titles and numbering of the axes.
         height: total height in pixels; default: about 300, but at least 9 and at most 34 per row.
         lowest: values of an additional lowest row, shape (X,), labelled `uniform` (attention).

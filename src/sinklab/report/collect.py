@@ -113,10 +113,7 @@ def collect(dirs: list[Path]) -> ReportData:
 
 
 def _free_prefix(top: Path, names: Collection[str], taken: Collection[str]) -> str:
-    """Return a prefix for `names`: the shortest end of the path of `top` with which no name is in `taken`.
-
-    The prefix ends with a slash; it is empty if the names without a prefix are free.
-    """
+    """Return the shortest prefix, an end of the path of `top` with a slash or nothing, that makes the names unique."""
     parts = top.resolve().parts
     prefixes = ("".join(f"{part}/" for part in parts[len(parts) - count :]) for count in range(len(parts) + 1))
     return next(prefix for prefix in prefixes if not any(prefix + name in taken for name in names))
@@ -149,7 +146,7 @@ def _runs_of(top: Path, summary: Summary) -> tuple[list[ReportedRun], Mapping[st
 def folders_with(top: Path, holds: Callable[[Path], bool]) -> Iterator[Path]:
     """Yield the folders for which `holds` is true: `top` itself, or else those below it, siblings sorted by name.
 
-    Subfolders of the yielded folders, symbolic links and folders whose name starts with a dot are not searched.
+    Subfolders of the yielded folders, symbolic links and hidden folders are not searched.
 
     Raises:
         InputError: if a folder cannot be read.
@@ -210,11 +207,7 @@ def _validated(path: Path, kind: type[D], document: object, what: str, remedy: s
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
-    """Read a mapping from a YAML or JSON file; {} if there is no such file.
-
-    Raises:
-        InputError: if the file cannot be read or parsed, or contains something other than a mapping.
-    """
+    """Read a mapping from a YAML or JSON file; {} if there is no such file."""
     if not path.is_file():
         return {}
     try:
@@ -283,8 +276,7 @@ class ListedRun:
 def list_runs(folders: Sequence[Path]) -> list[ListedRun]:
     """List the runs in and below `folders`, sorted by path within each folder.
 
-    A run is a directory with recipe.yaml and env.json. It is listed as damaged if recipe or metrics cannot be read, or
-    the recipe has no train.steps.
+    A run is a directory with recipe.yaml and env.json.
 
     Raises:
         InputError: if a path is not a directory, a folder cannot be read, or there is no run.

@@ -42,11 +42,9 @@ class ReportedRun:
         path: directory of the run or measurement; a placeholder for an unsaved measurement.
         cell: name shared by runs that differ only in the seed (see `grouped`).
         seed: seed in the recipe, else the number of a folder named `seed_N`; None if there is neither.
-        recipe: content of recipe.yaml as a nested mapping, possibly in the format of another version of sinklab; empty
-            for a measured model.
+        recipe: content of recipe.yaml, possibly in the format of another version of sinklab.
         env: content of env.json; empty if there is no such file.
         history: evaluations of the run, ordered by step.
-        measurement: measurement of the run; None if it was not measured.
     """
 
     path: Path
@@ -121,12 +119,7 @@ class ReportedRun:
 
 @dataclass(frozen=True)
 class Suite:
-    """The result document of a suite, which is several measurements made by one command, with its directory.
-
-    Attributes:
-        top: directory of the document; the measurements are in its subdirectories.
-        document: content of domains.json, comparison.json, families.json or checkpoints.json.
-    """
+    """The result document of several measurements made by one command, and the directory that contains all of them."""
 
     top: Path
     document: SuiteDocument
@@ -164,11 +157,7 @@ class ReportData:
 
     @classmethod
     def of_suite(cls, document: SuiteDocument, measured: "Mapping[str, Measurement]") -> "ReportData":
-        """Create the data of a report on an unsaved suite.
-
-        Args:
-            measured: measurements by their names in the document.
-        """
+        """Create the data of a report on an unsaved suite; `measured` is by name in the document."""
         runs = [ReportedRun(Path(name), name, measurement=one) for name, one in measured.items()]
         return cls([Path()], runs, suites=[Suite(Path(), document)])
 
@@ -297,13 +286,11 @@ def _effective(recipe: Mapping[str, object]) -> dict[str, object]:
 
 
 def _cell_name(base: str, changes: list[str] | None, common: Collection[str], several: bool) -> str:
-    """Return a cell's name, which lists at most `MOST_CHANGES` changes to its recipe.
+    """Return a cell's name with at most `MOST_CHANGES` changes to the shipped recipe; empty if there is no such recipe.
 
     Args:
-        base: name of the recipe; part of the cell's name if `several` is True or there are no changes.
-        changes: changes to the shipped recipe; None if no such recipe is shipped, and the name is then empty.
+        base: name of the recipe; part of the cell's name if `several` cells differ in it, or without changes.
         common: changes that all cells share; they are the first to be omitted.
-        several: whether the cells have different recipe names.
     """
     if changes is None:
         return ""
@@ -318,10 +305,8 @@ def recipe_changes(recipe: Mapping[str, object]) -> list[str] | None:
 
     Changes of a part's kind (`model.attention.operation=sigmoid`) are listed first. The settings of the new kind are
     compared with its defaults; if the kind has required settings, all of its settings are listed. Name, seed, the
-    settings `MANNER`, and values resolved by the run, such as the vocabulary size, are omitted.
-
-    Returns:
-        The changes; None if no recipe of that name is shipped.
+    settings `MANNER`, and values resolved by the run, such as the vocabulary size, are omitted. None if no recipe of
+    that name is shipped.
     """
     ours = _effective(recipe)
     shipped = str(resources.files("sinklab") / "recipes" / f"{recipe.get('name')}.yaml")

@@ -123,8 +123,7 @@ def _band(data: ReportData) -> str:
 def length_figure(cells: Mapping[str, CellSummary]) -> Figure | None:
     """Draw Sink_1 by eps and sequence length (figure 3 of the paper); None if the cells have fewer than two lengths.
 
-    Args:
-        cells: cells of a summary by name; cells whose changes do not include both `eps` and `length` are omitted.
+    Cells whose changes do not include both `eps` and `length` are omitted.
     """
     rows: list[dict[str, Any]] = []
     for name, cell in cells.items():

@@ -25,11 +25,9 @@ FAR = 1.0
 
 @dataclass(frozen=True)
 class SeedScore:
-    """Values of a quantity at the seeds of a cell.
+    """Median of a quantity over the seeds of a cell, and its value at each seed that has one.
 
     Attributes:
-        median: median over the seeds, as in the experiment's table.
-        seeds: value at each seed that has one.
         note: annotation of the median: the learning rate of a retuned loss, or rate and position of the highest sink
             if it is not at the first token; empty for other quantities.
     """
@@ -209,10 +207,7 @@ def _of_runs(values: Iterable[float | None]) -> SeedScore | None:
 
 
 def _retuned(sweep: Sweep, name: str) -> SeedScore | None:
-    """Return the lowest median loss of a cell over the learning rates of `RETUNED`, with that learning rate as note.
-
-    The score is None if `RETUNED` was not run or has no loss for the cell.
-    """
+    """Return the lowest median loss of a cell over the learning rates of `RETUNED`, with that rate as note."""
     cells = sweep.summary.cells_of(RETUNED) if RETUNED in sweep.summary.experiments else {}
     found = [
         (estimate.median, cell)

@@ -253,11 +253,7 @@ def details_figures(data: ReportData) -> list[Figure]:
 
 
 def _figure(data: ReportData, parts: list[tuple[str, PlotSpec]]) -> Figure | None:
-    """Draw the figure of the statistics that share a figure key; None if there is nothing to draw.
-
-    Args:
-        parts: (name of the statistic, declaration of the figure) pairs.
-    """
+    """Draw the figure of the (name, declaration) pairs that share a figure key; None if there is nothing to draw."""
     name, spec = parts[0]
     found = _found(data, name)
     if not any(_found(data, one) for one, _ in parts):
@@ -421,7 +417,6 @@ class Explorer:
 
     Attributes:
         key: anchor of the section; the anchor of a head is `#KEY-LAYER.HEAD`.
-        title: title of the section.
         note: description of the sequence and of the maps.
         data: JSON-serializable data for `templates/explore.js`. `maps` contains bytes n of shape (heads, S, S), query
             by key for S tokens, compressed with zlib and encoded in base64; the attention weight is (n / 255)^2.

@@ -49,16 +49,13 @@ CHARTS = "charts"
 
 
 def pack_sweep(dirs: Sequence[Path], out: Path) -> Path:
-    """Copy the results and recipes of a sweep into a folder, replacing an earlier copy in it.
+    """Copy the results and recipes of a sweep into a folder, and return it.
 
-    The runs, manifests and charts of the earlier copy are removed first.
+    The runs, manifests and charts of an earlier copy in the folder are removed first.
 
     Args:
         dirs: a list with one entry, the directory of the sweep.
         out: target folder; it must be new, empty or an earlier copy.
-
-    Returns:
-        `out`.
 
     Raises:
         InputError: see `collect`; also if `dirs` does not have exactly one entry, the directory has no sweep, `out` has

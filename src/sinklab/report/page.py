@@ -65,15 +65,11 @@ WRITERS: dict[str, Callable[[dict[str, Any]], bytes]] = {
 
 
 def write_report(dirs: list[Path], out: Path | None = None, formats: tuple[str, ...] = ()) -> Path:
-    """Write the report on all runs, measurements, assessments and experiments in `dirs` (see `collect`).
+    """Write the report on all results in `dirs` (see `collect`), and return the path of the HTML file.
 
     Args:
         out: path of the HTML file; default: `report.html` in the first directory.
-        formats: formats ("svg", "pdf", "png") of chart files to write into `charts/` next to the HTML file; none by
-            default.
-
-    Returns:
-        The path of the HTML file.
+        formats: formats ("svg", "pdf", "png") of chart files to write into `charts/` next to the HTML file.
 
     Raises:
         InputError: see `collect`, `render` and `export_charts`, and if the HTML file exists and was not written by
@@ -219,12 +215,9 @@ def _file_spec(chart: charts.Drawing, width: int) -> dict[str, Any]:
 
 
 def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str]) -> list[Path]:
-    """Write every chart of the report, without links, into `out_dir`.
+    """Write every chart of the report, without links, into `out_dir`, and return the paths in reading order.
 
     Files are named KEY.FORMAT (KEY: `Figure.key`), or KEY-NUMBER.FORMAT if the figure has several charts.
-
-    Returns:
-        The paths written, in reading order.
 
     Raises:
         InputError: if a format is unknown, an existing file is not a chart written by sinklab, or metrics.jsonl or
@@ -336,11 +329,7 @@ def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int
 
 
 def _provenance(data: ReportData, run: ReportedRun, page: Path) -> dict[str, object]:
-    """Return the provenance of a run for the page's template.
-
-    It has the name, the directory (relative to the folder `page` if inside it), the settings of the measurement or
-    training, env.json (versions and machine), and the recipe.
-    """
+    """Return name, directory, settings, env.json and recipe of a run for the page's template."""
     one, env = run.measurement, run.env
     asked = ("model", "revision", "commit", "inputs", "sequences", "length", "bos") if one else ()
     settings: dict[str, object] = {key: getattr(one, key) for key in asked} | {

@@ -22,7 +22,6 @@ class GlancePart:
     """A claim that encodes a statement of the paper, as judged in a sweep.
 
     Attributes:
-        claim: the claim with its verdict.
         ours: (name, values of all seeds as text) pairs of the claim's cells. Empty if the claim was judged on other
             values, such as those at one step; the page then shows the evidence.
         key: anchor of the experiment's section; empty if there is none.
@@ -61,7 +60,7 @@ def glance(sweeps: Sequence[Sweep]) -> list[GlanceLine]:
 def _numbers_by_seed(summary: Summary, claim: JudgedClaim) -> list[tuple[str, str]]:
     """Return (cell, values as text) pairs of a claim, such as (`k_biases`, `0.0, 0.2, 0.0 %`).
 
-    Returns an empty list if the claim has no quantity, or if one of the pairs is not in its evidence.
+    The list is empty if the claim has no quantity, or if one of the pairs is not in its evidence.
     """
     if not claim.quantity:
         return []
@@ -75,12 +74,11 @@ def _numbers_by_seed(summary: Summary, claim: JudgedClaim) -> list[tuple[str, st
 
 @dataclass(frozen=True)
 class CellSection:
-    """A cell of an experiment with its runs.
+    """A cell of an experiment with a table of its runs (seeds, draws or models).
 
     Attributes:
         change: changes to the base recipe, or settings of the measurement (KEY=VALUE).
         badges: (text, CSS class) pairs with the numbers of failed, edited and unfinished runs, such as `2 failed`.
-        runs: table with a row per run, that is, per seed, draw or model.
     """
 
     name: str
@@ -120,10 +118,9 @@ class ExperimentSection:
 
 @dataclass(frozen=True)
 class ExperimentGroup:
-    """A group of experiments under one heading.
+    """A group of experiments under one heading, with the anchor `key`.
 
     Attributes:
-        key: anchor of the group.
         folded: whether the group is initially collapsed: True only for the experiments that were not run, if the page
             has several experiments.
     """

@@ -176,8 +176,7 @@ def _numbers(
 def against(cells: dict[str, CellSummary], experiment: ExperimentSummary) -> Drawing | None:
     """Plot the second quantity of `experiment.against` against the first, with a colour per model family.
 
-    Returns:
-        The chart; None if the experiment does not name two such quantities, or no cell has a finite median of both.
+    None if the experiment does not name two such quantities, or no cell has a finite median of both.
     """
     if len(experiment.against) != 2:
         return None

@@ -62,20 +62,12 @@ class Sweep:
         return next((folder / name for name in PROVENANCE if (folder / name).is_file()), None) if folder else None
 
     def history(self, run: CellRun) -> Sequence[Evaluation]:
-        """Return the evaluations of a run so far; empty if there are none.
-
-        Raises:
-            InputError: if metrics.jsonl cannot be read or a line is invalid.
-        """
+        """Return the evaluations of a run so far; empty if there are none. See `read_history` for errors."""
         folder = self.folder(run)
         return read_history(folder / "metrics.jsonl") if folder else ()
 
     def assessment(self, run: CellRun) -> Assessment | None:
-        """Return the assessment in the run's directory; None if there is none.
-
-        Raises:
-            InputError: if assessment.json cannot be read or is damaged.
-        """
+        """Return the assessment in the run's directory; None if there is none. See `load_assessment` for errors."""
         folder = self.folder(run)
         return load_assessment(folder / ASSESSMENT) if folder and (folder / ASSESSMENT).is_file() else None
 
@@ -94,10 +86,6 @@ def read_sweep(top: Path, summary: Summary) -> Sweep:
     """Read the sweep in a directory, and update `CellRun.edited` from the checksums in the records.
 
     Packed runs are unpacked into a temporary folder, which is removed when the returned object is garbage-collected.
-
-    Args:
-        top: directory of the sweep.
-        summary: content of summary.json in this directory.
 
     Raises:
         InputError: if a record or a packed run cannot be read or is damaged (see `read_record`, `unpack`).
@@ -187,13 +175,7 @@ def value_text(value: object) -> str:
 
 
 def later_sink_of(cell: CellSummary, name: str) -> str:
-    """Return a cell's highest sink rate and its position as text for the quantity `sink_1`: `76.8 % at position 2`.
-
-    The text is empty for other quantities, if the position is 1, and if the rate is below 1 % or unknown.
-
-    Args:
-        name: name of the quantity.
-    """
+    """Return `later_sink_text` of a cell for the quantity `sink_1`; empty for other quantities."""
     return later_sink_text(cell.sink_rate) if name == "sink_1" else ""
 
 
