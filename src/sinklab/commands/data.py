@@ -21,13 +21,7 @@ if TYPE_CHECKING:
 
 
 class PrepareSettings(CommandSettings, frozen=True):
-    """Settings of `sinklab data prepare`; fields not listed here are described by their help or in `DataConfig`.
-
-    Attributes:
-        mix_kind: kind of the data mix; if None, the files are read sequentially.
-        weights: YAML file with the weights of a `WeightedMix`; None for the paper's weights.
-        absent, seed: as in `WeightedMix`; `seed` also as in `UniformMix`.
-    """
+    """Settings of `sinklab data prepare`, described by their help, by `DataConfig` and by `WeightedMix`."""
 
     panel = INPUT
 

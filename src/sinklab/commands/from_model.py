@@ -165,10 +165,7 @@ def _element(annotation: Any) -> Any:
 
 
 def _whole_numbers(option: str) -> Callable[[Any], Any]:
-    """Return a callback that parses the values of a repeatable option: ["2", "3,4"] -> [2, 3, 4].
-
-    It raises InputError for a value that is neither a whole number nor a comma-separated list of them.
-    """
+    """Return a callback that parses the values of a repeatable option: ["2", "3,4"] -> [2, 3, 4]; else InputError."""
 
     def parse(given: Any) -> Any:
         try:

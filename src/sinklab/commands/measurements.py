@@ -36,7 +36,6 @@ class Invocation:
 
     Attributes:
         text: file or folder of text to measure on; None for inputs without text.
-        request: settings of the measurements.
         loading: options for loading the models; the method `checkpoints` replaces the revision.
         out: results directory; if None, nothing is saved.
         as_json: print the result as JSON instead of tables.
@@ -49,10 +48,7 @@ class Invocation:
     as_json: bool
 
     def one_model(self, model: str, tables: Sequence[str]) -> None:
-        """Measure one model on one text.
-
-        Args:
-            tables: file formats in which the tables are also saved (`frames.py`): csv, parquet.
+        """Measure one model on one text, and save its tables in these formats (`write_tables`).
 
         Raises:
             InputError, SinklabError: see `measure_model`, `write_tables` and `write_report`.
@@ -80,11 +76,7 @@ class Invocation:
         self._survey("domains", total, partial(measure_domains, model))
 
     def checkpoints(self, model: str, revisions: Sequence[str]) -> None:
-        """Measure the checkpoints of one model; for errors, see `measure_checkpoints` and `_survey`.
-
-        Args:
-            revisions: revisions on the hub; empty for all checkpoints in a folder or run.
-        """
+        """Measure checkpoints of one model (`saved_models`); for errors, see `measure_checkpoints` and `_survey`."""
         total = len(saved_models(model, revisions))
         if not revisions and (skipped := folders_without_step(Path(model).expanduser())):
             say_on(stderr(), f"not measured, because the name has no step or token count: {', '.join(skipped)}")
@@ -95,11 +87,7 @@ class Invocation:
         self._survey("models", len(models), partial(compare_models, models), print_comparison)
 
     def sizes(self, names: Sequence[str], models_dir: Path | None) -> None:
-        """Print the number of parameters and the required disk and memory of the models of families, without measuring.
-
-        Raises:
-            InputError: if there is no such family or directory, or the device is not usable.
-        """
+        """Print the sizes of the models of families, without measuring; for errors, see `sizes`."""
         dtype, device = self.loading.dtype, self.loading.device
         found = sizes(names, self.request, models_dir=models_dir, dtype=dtype, device=device)
         print_result(self.as_json, lambda: sizes_document(found), partial(print_sizes, found, dtype))
@@ -110,8 +98,7 @@ class Invocation:
         """Run `measured` with a progress bar, print its result and, with `out`, write report.html.
 
         Args:
-            what: plural noun for the measurements, such as "domains".
-            total: number of measurements.
+            what: plural noun for the measurements, such as "domains"; `total` is their number.
             measured: function (text, request, loading, out, observe) that runs the measurements and returns the result.
             show: function that prints the result as tables.
 

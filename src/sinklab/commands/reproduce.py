@@ -167,9 +167,8 @@ def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "lis
     are included only if conversations are passed (--data).
 
     Raises:
-        InputError: if an experiment does not exist (with `all`: none at the scale) or cannot be loaded, two different
-            ones have the same id, some train models and some measure existing ones, or an option is invalid for this
-            kind of experiment.
+        InputError: see `load_experiment`; also if `all` selects none, two different experiments have the same id, some
+            train models and some measure existing ones, or an option is invalid for this kind of experiment.
     """
     from sinklab.experiments.definition import SCALES
     from sinklab.experiments.shipped import experiment_ids, load_experiment

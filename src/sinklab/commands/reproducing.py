@@ -91,15 +91,11 @@ def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Pr
 
 
 def check_chats(experiments: Sequence[Experiment], chats: Path | None) -> None:
-    """Check the conversations and packages for fine-tuning, if any of the experiments fine-tunes its runs.
-
-    Args:
-        chats: .jsonl file of conversations (--data).
+    """Check the conversations (--data) and packages for fine-tuning, if any of the experiments fine-tunes its runs.
 
     Raises:
-        InputError: if the file is missing or malformed, contains no conversation or is not used by any experiment, two
-            experiments have different tuning settings, trl or accelerate is not installed, or torchrun started several
-            processes.
+        InputError: if the file is missing, malformed, without conversations or not used by any experiment, two
+            experiments have different tuning settings, or see `check_extra`.
     """
     tuned = [one for one in experiments if one.tune is not None]
     if not tuned:
@@ -130,12 +126,10 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
     Progress, warnings and failures are printed to stderr, the summary to standard output.
 
     Raises:
-        InputError: if an experiment lacks the scale, a text or directory is unusable, an overlay yields an invalid
-            recipe, earlier results in the directory do not match this command, or an engine is not installed or does
-            not respond.
+        InputError: if a text or directory is unusable, an overlay yields an invalid recipe, earlier results in the
+            directory do not match this command, or an engine is not installed or does not respond.
         SinklabError: if a file of an earlier run is damaged, or a file cannot be written.
-        KeyboardInterrupt: on Ctrl-C; progress is saved, and the same command resumes.
-        PreemptedError: on SIGTERM or SIGUSR1; progress is saved, and the same command resumes.
+        KeyboardInterrupt, PreemptedError: on a signal; progress is saved, and the same command resumes.
         Exit: with status 1 if a run failed; divergence of a run whose cell may diverge is not a failure.
     """
     console, out, overlay = stderr(), settings.directory, settings.overlay
@@ -214,10 +208,6 @@ def _assess_and_tune(
 
     Returns:
         Error messages, by a phrase such as "softmax seed 0 was not tuned".
-
-    Raises:
-        KeyboardInterrupt, PreemptedError: on a signal; finished assessment parts and fine-tuning checkpoints are saved,
-            and the same command resumes.
     """
     left: dict[str, str] = {}
     done = set[str]()
@@ -251,14 +241,7 @@ def _assess_and_tune(
 
 
 def _assess_run(run: store.Unassessed, observe: Observer) -> None:
-    """Assess the model of a run on the run's validation text; parts that do not apply to the model are skipped.
-
-    Raises:
-        InputError: if an assessment of the run on another text or with other settings exists, or its text or weights
-            are missing or changed.
-        HeldError: if another process assesses the run.
-        SinklabError: if a loss is not finite, or a result cannot be saved.
-    """
+    """Assess the model of a run on the run's validation text; parts that do not apply to the model are skipped."""
     if run.document.is_file() and not load_assessment(run.document).on_held_out:
         raise InputError(
             f"{run.document} was computed on a text other than the run's validation text and is not overwritten: move "
@@ -331,11 +314,7 @@ def measure_experiments(experiments: Sequence[Experiment], settings: ReproduceSe
 
 
 def preview_measured(experiments: Sequence[Experiment], settings: ReproduceSettings, as_json: bool) -> None:
-    """Print the planned measurements of experiments on existing models; no model is loaded.
-
-    Raises:
-        InputError: if a model or text is missing or cannot be used.
-    """
+    """Print the planned measurements of experiments on existing models; no model is loaded. Errors: see `_passes`."""
     passes = _passes(experiments, settings)
     if settings.text is not None:
         next(documents(str(settings.text)))
@@ -355,10 +334,6 @@ def preview_measured(experiments: Sequence[Experiment], settings: ReproduceSetti
 
 
 def _passes(experiments: Sequence[Experiment], settings: ReproduceSettings) -> dict[str, list[Pass]]:
-    """Return the measurement passes of each experiment (cells measured on the same sequences), by experiment id.
-
-    Raises:
-        InputError: if a model or text is missing or cannot be used.
-    """
+    """Return the measurement passes of each experiment by its id; see `with_models` and `passes_of` for errors."""
     chosen = [with_models(one, settings.models) for one in experiments]
     return {one.id: passes_of(one, subjects_of(one, settings.models, settings.text)) for one in chosen}

@@ -125,7 +125,7 @@ def plan_command(recipe: str, overrides: Iterable[str]) -> tuple[TrainingPlan, b
         The estimates, and True if this process (rank 0) prints them.
 
     Raises:
-        InputError: if the recipe, device or text cannot be used, or the batch size is not a multiple of the world size.
+        InputError: if the recipe, device or text is unusable, or the batch size is not a multiple of the world size.
     """
     with joined_world() as world:
         loaded = world.on_all_ranks(lambda: _recipe(recipe, overrides, world))

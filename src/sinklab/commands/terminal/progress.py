@@ -86,11 +86,9 @@ class Board:
     while a large model is loaded or a report is rendered.
 
     Args:
-        console: console to print to.
         phase: name of the first phase of the work.
         clock: clock in seconds.
-        columns: columns of rich's progress bars.
-        settings: further settings of `rich.progress.Progress`.
+        columns, settings: columns and further settings of `rich.progress.Progress`.
     """
 
     def __init__(self, console: Console, phase: str, clock: Clock, *columns: ProgressColumn, **settings: Any) -> None:
@@ -151,15 +149,11 @@ class Board:
 class RunBoard(Board):
     """Live display of steps, loss and sink rate of each run, or of each active run if there are more than MANY.
 
-    The last line shows the steps of all runs and the remaining time.
-
-    Without a terminal, a line is printed per evaluation, and at most every SPEAKS_EVERY seconds in between. Failures
-    are printed immediately.
+    The last line shows the steps of all runs and the remaining time. Without a terminal, a line is printed per
+    evaluation, and at most every SPEAKS_EVERY seconds in between. Failures are printed immediately.
 
     Args:
-        console: console to print to.
         lengths: number of updates by run name.
-        clock: clock in seconds.
     """
 
     def __init__(self, console: Console, lengths: Mapping[str, int], clock: Clock = time.monotonic) -> None:
@@ -207,7 +201,7 @@ class RunBoard(Board):
     def seconds_left(self) -> float | None:
         """Return the estimated seconds until all runs end, at their total speed in the last SPEED_OVER seconds.
 
-        Returns None if no update, or training for less than SPEED_AFTER seconds, was observed.
+        None if no update, or training for less than SPEED_AFTER seconds, was observed.
         """
         while len(self.timed) > 1 and self.timed[1][0] < self.clock() - SPEED_OVER:
             self.timed.popleft()
@@ -288,7 +282,6 @@ class JobProgress(Board):
         what: plural noun for the steps, such as "domains".
         steps: number of steps; None shows no overall bar.
         phase: name of the phase before the first event, such as "loading MODEL".
-        clock: clock in seconds.
     """
 
     def __init__(
