@@ -12,7 +12,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +31,7 @@ from sinklab.measuring.batches import process_peak_mb
 from sinklab.signals import PREEMPTING, stop_on_signals
 from sinklab.train.directory.checkpoint import steps_saved
 from sinklab.train.directory.environment import recorded_hash
-from sinklab.train.directory.history import Evaluation, read_history, seconds_spent
+from sinklab.train.directory.history import read_history, seconds_spent, timed_intervals
 from sinklab.train.directory.lock import HeldError, lock_run
 from sinklab.train.directory.run import Run, open_run
 from sinklab.train.loop import StepReport, Trainer
@@ -213,25 +213,15 @@ def _record_from_files(directory: Path, run_hash: str, recipe: Recipe) -> None:
 def _record(directory: Path, recipe: Recipe, **fields: Any) -> None:
     """Write record.json with `fields`; the other fields are taken from the recipe and the run's files."""
     history = read_history(directory / "metrics.jsonl")
+    seconds = seconds_spent(history)
     RunRecord(
         name=recipe.name,
         seed=recipe.seed,
-        seconds=seconds_spent(history),
-        tokens_per_second=_tokens_per_second(history),
+        seconds=seconds,
+        tokens_per_second=sum(tokens for tokens, _ in timed_intervals(history)) / seconds if seconds else None,
         files=checksums(directory),
         **fields,
     ).save(directory)
-
-
-def _tokens_per_second(history: Sequence[Evaluation]) -> float | None:
-    """Return the mean training tokens per second over the intervals with known throughput; None if there are none."""
-    tokens, before = 0.0, 0.0
-    for one in history:
-        reached = before if one.tokens is None else one.tokens
-        tokens += reached - before if one.tokens_per_second else 0.0
-        before = reached
-    seconds = seconds_spent(history)
-    return tokens / seconds if seconds else None
 
 
 def main(folder: Path, launcher: int) -> None:

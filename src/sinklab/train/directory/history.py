@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,15 +149,22 @@ def _damaged(path: Path, number: int, error: ValueError) -> SinklabError:
     )
 
 
-def seconds_spent(history: Sequence[Evaluation]) -> float:
-    """Estimate the training time in seconds from tokens and throughput, without intervals of unknown throughput."""
-    seconds, before = 0.0, 0.0
+def timed_intervals(history: Sequence[Evaluation]) -> Iterator[tuple[float, float]]:
+    """Yield training tokens and seconds of the intervals between evaluations whose throughput is known."""
+    before = 0.0
     for one in history:
         tokens = before if one.tokens is None else one.tokens
         if one.tokens_per_second:
-            seconds += (tokens - before) / one.tokens_per_second
+            yield tokens - before, (tokens - before) / one.tokens_per_second
         before = tokens
-    return seconds
+
+
+def seconds_spent(history: Sequence[Evaluation]) -> float:
+    """Estimate the training time in seconds from tokens and throughput, without intervals of unknown throughput."""
+    total = 0.0
+    for _, seconds in timed_intervals(history):
+        total += seconds
+    return total
 
 
 def finite(value: Any) -> Any:
