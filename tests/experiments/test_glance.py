@@ -42,7 +42,7 @@ def test_every_statement_is_asked_at_tiny_or_mini(statement: PaperStatement) -> 
 @pytest.mark.parametrize("statement", [one for one in statements() if one.number], ids=lambda one: one.says)
 def test_a_number_is_that_of_a_cell_and_stands_in_what_the_paper_says(statement: PaperStatement) -> None:
     assert statement.number is not None
-    experiment = load_experiment(statement.experiment)
+    experiment = load_experiment(statement.claims[0].partition(".")[0])
     assert statement.number.cell in experiment.cells_at("tiny")
     assert quantity(statement.number.value).unit == "%"
     said = [float(text) for text in re.findall(r"\d+\.\d", statement.paper)]

@@ -1,7 +1,7 @@
 """Run, print and save the measurements of `sinklab measure` and `compare`; their options are in `measure.py`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from sinklab.models.huggingface.loading import Loading
 from sinklab.report import write_report
 from sinklab.survey.checkpoints import folders_without_step, measure_checkpoints, saved_models
 from sinklab.survey.compare import Comparison, compare_models
-from sinklab.survey.families import measure_families, sizes, sizes_document
+from sinklab.survey.families import measure_families, sizes
 from sinklab.survey.measure_many import Outcome, domain_files, measure_domains
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.open_models import models_of
@@ -90,7 +90,8 @@ class Invocation:
         """Print the sizes of the models of families, without measuring; for errors, see `sizes`."""
         dtype, device = self.loading.dtype, self.loading.device
         found = sizes(names, self.request, models_dir=models_dir, dtype=dtype, device=device)
-        print_result(self.as_json, lambda: sizes_document(found), partial(print_sizes, found, dtype))
+        document = {"schema": 1, "models": [asdict(size) for size in found]}
+        print_result(self.as_json, lambda: document, partial(print_sizes, found, dtype))
 
     def _survey(
         self, what: str, total: int, measured: Callable[..., Any], show: Callable[[Any, Console], None] = print_survey

@@ -16,14 +16,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from sinklab.experiments.documents import Analysis
 from sinklab.experiments.quantities import QuantityName, quantity
 from sinklab.schema import Part
 from sinklab.survey.open_models import families
 
 Scale = Literal["tiny", "mini", "small", "60m", "1b"]
-
-Analysis = Literal["confirmatory", "exploratory"]
-"""Confirmatory: claims of the paper, written before the runs or measurements that decide them. Exploratory: others."""
 
 
 class _Check(Part):
@@ -278,11 +276,6 @@ Check = Annotated[_Single | All | OverSubjects, Field(discriminator="kind")]
 def parts_of(check: Check) -> tuple[Check, ...]:
     """Return the checks combined by an `all` check; for any other check, a tuple of the check itself."""
     return check.of if isinstance(check, All) else (check,)
-
-
-def counted_by(check: Check) -> str:
-    """Return the rule that decides a check: `no overlap` if it has a part `greater` or `less`, else `seed by seed`."""
-    return "no overlap" if any(isinstance(part, Differs) for part in parts_of(check)) else "seed by seed"
 
 
 def quantities_of(check: Check) -> tuple[str, ...]:

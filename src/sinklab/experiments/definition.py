@@ -55,14 +55,13 @@ from sinklab.assessing.parts import PartName
 from sinklab.experiments.claims import (
     AlikeOverDomains,
     AlikeOverSizes,
-    Analysis,
     Claim,
     GrowsWithSize,
     Scale,
     Within,
     quantities_of,
 )
-from sinklab.experiments.documents import GRID, ReplicateKind
+from sinklab.experiments.documents import GRID, Analysis, ReplicateKind
 from sinklab.experiments.paper import Published
 from sinklab.experiments.quantities import QuantityName
 from sinklab.interventions import VARIANTS

@@ -23,8 +23,9 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 JUDGED: tuple[Verdict, ...] = VERDICTS[:4]
 """Verdicts of checks on five replicates or more."""
 
-ANALYSES = ("confirmatory", "exploratory")
-"""Kinds of analysis (`claims.Analysis`), for which claims are counted separately."""
+Analysis = Literal["confirmatory", "exploratory"]
+"""Confirmatory: claims of the paper, written before the runs or measurements that decide them. Exploratory: others."""
+ANALYSES: tuple[Analysis, ...] = get_args(Analysis)
 
 RunStatus = Literal["done", "failed"]
 

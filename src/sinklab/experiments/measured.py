@@ -185,7 +185,8 @@ def measure_experiment(
 def _item(
     one: Pass, replicate: int, source: str | None, loaded: "_OneAtATime", tasks: Mapping[str, ChosenTask], out: Path
 ) -> Item:
-    request, folder, chosen = one.request(one.draw(replicate)), one.folder(replicate), one.model(replicate)
+    request = one.request(replicate if len(one.models) == 1 else 0)  # models as replicates read the same draw
+    folder, chosen = one.folder(replicate), one.model(replicate)
 
     def measure(progress: Progress) -> Measurement:
         model = loaded.get(one, replicate)

@@ -126,11 +126,6 @@ class PaperStatement(Part):
     number: DrawnNumber | None = None
     caveat: str
 
-    @property
-    def experiment(self) -> str:
-        """Id of the experiment that contains the statement's first claim."""
-        return self.claims[0].partition(".")[0]
-
 
 @cache
 def statements() -> Sequence[PaperStatement]:

@@ -114,10 +114,6 @@ class Pass:
         """Return the model of a replicate."""
         return list(self.models.values())[0 if len(self.models) == 1 else replicate]
 
-    def draw(self, replicate: int) -> int:
-        """Return the index of a replicate's draw of sequences; 0 if models are the replicates."""
-        return replicate if len(self.models) == 1 else 0
-
     @property
     def task(self) -> CellTask | None:
         """Downstream task of the cells; None if they have none."""

@@ -113,7 +113,7 @@ def collect(dirs: list[Path]) -> ReportData:
 
 
 def _free_prefix(top: Path, names: Collection[str], taken: Collection[str]) -> str:
-    """Return the shortest prefix, an end of the path of `top` with a slash or nothing, that makes the names unique."""
+    """Return the shortest end of the path of `top` (with a slash, or empty) with which no name is in `taken`."""
     parts = top.resolve().parts
     prefixes = ("".join(f"{part}/" for part in parts[len(parts) - count :]) for count in range(len(parts) + 1))
     return next(prefix for prefix in prefixes if not any(prefix + name in taken for name in names))

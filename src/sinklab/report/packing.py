@@ -14,13 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sinklab.errors import InputError, cause
-from sinklab.experiments.documents import (
-    SUMMARY,
-    CellRun,
-    Summary,
-    read_record,
-    verdict_counts,
-)
+from sinklab.experiments.documents import SUMMARY, CellRun, Summary, read_record, verdict_counts
 from sinklab.experiments.sweep.packed import (
     METRICS,
     PACKED_FILES,

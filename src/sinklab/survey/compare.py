@@ -128,7 +128,7 @@ def compare_models(
 
 
 def labels(models: Sequence[str]) -> dict[str, str]:
-    """Return the models by label: the id on the hub, or the end of a local path, with as few parts as are distinct.
+    """Return the models by label: the id on the hub, or the last parts of a local path, as few as make labels distinct.
 
     Raises:
         InputError: if a model is listed twice, by the same path or by different ones.

@@ -4,7 +4,7 @@ The required disk space and memory can be estimated before a model is downloaded
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -194,11 +194,6 @@ def sizes(
         )
         found.append(size)
     return found
-
-
-def sizes_document(found: Sequence[Size]) -> dict[str, Any]:
-    """Return the model sizes as a JSON-serializable dict, printed by `--dry-run --json`."""
-    return {"schema": 1, "models": [asdict(size) for size in found]}
 
 
 def parameters_of_config(name: str) -> int | None:

@@ -28,7 +28,7 @@ from sinklab.opening import Model, model_files, open_model
 from sinklab.outputs import MEASUREMENT, REPORT, check_results
 from sinklab.survey.measure_one import measure_loaded
 from sinklab.survey.request import Request
-from sinklab.survey.suites import CheckpointsDocument, DomainsDocument, FamiliesDocument
+from sinklab.survey.suites import DomainsDocument, SuiteDocument
 
 DOMAINS = "domains.json"
 REQUEST = "request.json"
@@ -160,7 +160,7 @@ def summary_line(measurement: Measurement) -> str:
 
 
 def text_hash(text: Path | None) -> str | None:
-    """Return a SHA-256 of a text (see `identity`), which a copy of the files has, too; None if `text` is None.
+    """Return a SHA-256 of a text's contents (`identity`); None if `text` is None.
 
     Raises:
         InputError: if there is no such text, or a file cannot be read.
@@ -196,7 +196,7 @@ class Survey:
         row_of: function (name, measurement) -> row of the measurement in the document.
     """
 
-    kind: type[DomainsDocument | FamiliesDocument | CheckpointsDocument]
+    kind: type[SuiteDocument]
     header: Mapping[str, Any]
     row_of: Callable[[str, Measurement], dict[str, Any]]
     outcome: Outcome

@@ -20,7 +20,6 @@ from sinklab.experiments.claims import (
     StandsAt,
     Undecidable,
     Within,
-    counted_by,
     parts_of,
     quantities_of,
 )
@@ -119,10 +118,12 @@ def judge_claim(claim: Claim, runs: Runs, published: Published | None = None) ->
 
 
 def _blank(claim: Claim) -> JudgedClaim:
-    main = next(iter(quantities_of(claim.check) if claim.check else ()), "")
-    cells = list(claim.cells)
-    rule = counted_by(claim.check) if claim.check else ""
-    return JudgedClaim(id=claim.id, text=claim.text, cells=cells, quantity=main, rule=rule, same_as=claim.same_as or "")
+    blank = JudgedClaim(id=claim.id, text=claim.text, cells=list(claim.cells), same_as=claim.same_as or "")
+    if claim.check is None:
+        return blank
+    compares = any(isinstance(part, Differs) for part in parts_of(claim.check))
+    rule = "no overlap" if compares else "seed by seed"
+    return blank.model_copy(update={"quantity": next(iter(quantities_of(claim.check)), ""), "rule": rule})
 
 
 def _judged(check: Check, runs: Runs, published: Published | None = None) -> tuple[Verdict, str, int]:

@@ -257,7 +257,7 @@ class SlurmEngine:
 def train_in_job(run: PlannedRun, folder: Path, threads: int) -> Event:
     """Main function of a Slurm job, pickled by submitit: train a run and return its last event.
 
-    If a signal stopped the run and there is no stop file (so that the sweep goes on), the process exits with status 75.
+    If a signal stopped the run and there is no stop file, the process exits with status 75, which requeues the job.
     """
     try:
         return train_remotely(run, folder, threads)
