@@ -15,8 +15,10 @@ from sinklab.data.sources.corpora import documents
 from sinklab.data.tokenizers import load_tokenizer
 from sinklab.errors import InputError
 from sinklab.measuring.api import measure
+from sinklab.measuring.inputs import random_tokens, repeated_tokens
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options
+from sinklab.measuring.options import Inputs, Options
+from sinklab.opening import open_model
 from sinklab.report.cells import cell_rows
 from sinklab.report.collect import collect
 from sinklab.survey.measure_one import measure_model
@@ -58,6 +60,34 @@ def test_text_reaches_the_model_as_in_training(
     assert measured.loss == pytest.approx(expected.loss, rel=1e-5)
     assert_same_rates(measured, expected.sink_rate)
     assert_close(measured.importance, expected.importance)
+
+
+@pytest.mark.parametrize("inputs", ["random", "repeat"])
+def test_random_and_repeated_tokens_begin_with_bos_if_requested(tmp_path: Path, inputs: Inputs) -> None:
+    run, _ = trained_run(tmp_path, {"bos": True})
+    request = Request(options=Options(inputs=inputs), sequences=5, length=LENGTH, bos=True, seed=3)
+    measured = measure_model(str(run), None, request)
+    loaded = open_model(str(run))
+    draw = random_tokens if inputs == "random" else repeated_tokens
+    bare_NS = draw(loaded.vocabulary, sequences=5, length=LENGTH - 1, seed=3)
+    tokens_NT = torch.nn.functional.pad(bare_NS, (1, 0), value=loaded.special[0])
+    expected = measure(load_run(run).model, tokens_NT)
+    assert measured.bos
+    assert measured.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert_close(measured.importance, expected.importance)
+    plain = request.model_copy(update={"bos": False})
+    assert request.document() == {**plain.document(), "bos": True}
+    assert not measure_model(str(run), None, plain).bos
+
+
+def test_a_requested_bos_that_is_there_already_or_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
+    run, text = trained_run(tmp_path, {"bos": False})
+    with pytest.raises(InputError, match="adds no BOS to a text"):
+        measure_model(str(run), None, Request(options=Options(inputs="random"), length=LENGTH, bos=True))
+    with pytest.raises(InputError, match="--bos is for random and repeated tokens"):
+        measure_model(str(run), text, Request(length=LENGTH, bos=True))
+    with pytest.raises(InputError, match="--bos and --no-bos contradict each other"):
+        measure_model(str(run), None, Request(options=Options(inputs="random"), bos=True, no_bos=True))
 
 
 def test_lengths_of_a_run_are_measured_in_one_pass(tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ def measure(
     request: Annotated[
         Request,
         Only(
-            *("inputs", "sequences", "length", "eps", "lengths", "details", "maps", "explore", "gradients", "no_bos"),
-            *("loss", "ablate", "perturb", "swap_position", "replace_position", "batch_size", "seed"),
+            *("inputs", "sequences", "length", "eps", "lengths", "details", "maps", "explore", "gradients"),
+            *("no_bos", "bos", "loss", "ablate", "perturb", "swap_position", "replace_position", "batch_size", "seed"),
         ),
     ],
     revision: Annotated[
@@ -142,7 +142,7 @@ def compare(
         typer.Argument(metavar="A B...", help="Run directories, Hugging Face ids, model directories or .gguf files."),
     ],
     text: Text = None,
-    request: Annotated[Request, Only("inputs", "sequences", "length", "eps", "no_bos", "batch_size", "seed")],
+    request: Annotated[Request, Only("inputs", "sequences", "length", "eps", "no_bos", "bos", "batch_size", "seed")],
     loading: LoadingOptions,
     out: Annotated[
         Path | None, option(OUTPUT, "Directory for a measurement per model, comparison.json and report.html.")

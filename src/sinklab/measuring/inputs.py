@@ -10,7 +10,8 @@ drawn     all sequences of T tokens of every document (only of its beginning, if
 random    every token drawn uniformly from the vocabulary
 repeat    one random token per sequence, repeated T times
 
-Special tokens that the tokenizer prepends (BOS) precede the text and are included in T; random and repeat have none.
+Special tokens that the tokenizer prepends (BOS) precede the text and are included in T; random and repeat have none
+unless requested (--bos).
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -97,7 +97,7 @@ def published(model: OpenModel, request: Request) -> float | None:
     wanted = setting()
     same = (request.sequences, request.length) == (wanted.sequences, wanted.length)
     same = same and wanted.eps in request.options.eps
-    changed = request.no_bos or request.study.swap_position or request.study.replace_position
+    changed = request.no_bos or request.bos or request.study.swap_position or request.study.replace_position
     return model.published.get(request.options.inputs) if same and not changed else None
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -103,13 +104,22 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
 
     Raises:
         InputError: if the sequences exceed the model's context, the text is unusable or too short, the chat template
-            fails on a conversation, or BOS is to be ablated and the sequences have none.
+            fails on a conversation, or BOS is to be ablated or prepended and the model has none.
         SinklabError: if the process that renders chat templates fails.
     """
     check_length(request.length, model.adapter.limit)
     if draw := {"random": inputs.random_tokens, "repeat": inputs.repeated_tokens}.get(request.options.inputs):
-        drawn_NT = draw(model.vocabulary, sequences=request.sequences, length=request.length, seed=request.seed)
-        return ReadTokens(drawn_NT, None, 0, model.conversations(keep_bos=False))
+        before = model.special if request.bos else ()
+        if request.bos and not before:
+            raise InputError(
+                f"--bos: {model.name} adds no BOS to a text, so there is none to begin with: leave --bos out"
+            )
+        if request.length <= len(before):
+            raise InputError(f"--length {request.length} leaves no room after BOS: use {len(before) + 1} or more")
+        number, length = request.sequences, request.length - len(before)
+        drawn_NS = draw(model.vocabulary, sequences=number, length=length, seed=request.seed)
+        tokens_NT = torch.cat((drawn_NS.new_tensor(before).expand(number, -1), drawn_NS), dim=1)
+        return ReadTokens(tokens_NT, None, len(before), model.conversations(keep_bos=False))
     assert text is not None  # `Request.check`
     prefix = () if request.no_bos else model.special
     conversations = model.conversations(keep_bos=not (model.special or request.no_bos or request.drawn_text))

@@ -33,6 +33,7 @@ class Request(CommandSettings, frozen=True):
         options: measured quantities, and the kind of inputs; `lengths` in any order.
         sequences, length: number of sequences N and tokens per sequence T.
         no_bos: leave out the special tokens that the tokenizer, its chat template or the run's recipe prepends.
+        bos: begin random or repeated tokens with these special tokens, which are included in T.
         seed: random seed of random and repeated tokens, and of tokens that a run's recipe replaces; for drawn text,
             the index of the draw, from 0.
         drawn_text: sample natural sequences from the first 64 N sequences of the text instead of using the first N.
@@ -46,6 +47,9 @@ class Request(CommandSettings, frozen=True):
     sequences: SequenceCount = 100
     length: SequenceLength = 64
     no_bos: bool = Field(default=False, description="Omit BOS and other special tokens at the start of the sequences.")
+    bos: bool = Field(
+        default=False, description="Begin random or repeated tokens with BOS, as text does; default: without BOS."
+    )
     seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(
         default=0, description="Random seed for random and repeated tokens."
     )
@@ -74,13 +78,20 @@ class Request(CommandSettings, frozen=True):
 
         Raises:
             InputError: see `Options.check_lengths` and `Study.check`; also if an ablation is requested without the loss
-                or on single tokens, or the ablation `no_bos` on sequences without BOS.
+                or on single tokens, the ablation `no_bos` on sequences without BOS, or `bos` for natural inputs.
         """
         self._in_order().check_lengths(self.length)
         if self.study.ablate and not (self.options.loss and self.length > 1):
             raise InputError("an ablation shows the change in loss: measure with the loss, on two tokens or more")
         self.study.check(self.length)
-        if "no_bos" in self.study.ablate and (self.no_bos or self.options.inputs != "natural"):
+        natural = self.options.inputs == "natural"
+        if self.bos and natural:
+            raise InputError(
+                "--bos is for random and repeated tokens; text begins with BOS already if the model has one"
+            )
+        if self.bos and self.no_bos:
+            raise InputError("--bos and --no-bos contradict each other: use only one of the two options")
+        if "no_bos" in self.study.ablate and (self.no_bos or not (natural or self.bos)):
             why = "--no-bos leaves it out already" if self.no_bos else f"--inputs {self.options.inputs} has no BOS"
             raise InputError(f"--ablate no_bos leaves out BOS, but {why}: use only one of the two options")
 
@@ -91,6 +102,7 @@ class Request(CommandSettings, frozen=True):
     def document(self) -> dict[str, Any]:
         """Return the settings that affect the measurement, as a JSON-serializable dict: a part of request.json."""
         asked = {name: True for name in ("explore", "gradients") if getattr(self.options, name)}
+        asked |= {"bos": True} if self.bos else {}
         found = self.options.model_dump(mode="json") | self.model_dump(mode="json", exclude={"options"})
         if self.study.perturb is None:
             del found["study"]["perturb"]

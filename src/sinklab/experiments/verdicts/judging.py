@@ -23,7 +23,7 @@ from sinklab.experiments.claims import (
     parts_of,
     quantities_of,
 )
-from sinklab.experiments.definition import PAPER_SCALES, Experiment, Scale
+from sinklab.experiments.definition import PAPER_SCALES, Experiment
 from sinklab.experiments.documents import ExperimentSummary, JudgedClaim, Verdict
 from sinklab.experiments.paper import Published
 from sinklab.experiments.quantities import AT_EPS, BESIDE, quantity
@@ -87,11 +87,13 @@ def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]
     return found
 
 
-def _piloted(claim: Claim, experiment: Experiment, scale: Scale) -> bool:
+def _piloted(claim: Claim, experiment: Experiment, scale: str) -> bool:
     """Return True if the cells of a claim have the recipe of the scale's pilot runs, with the same width and layers."""
-    overlays = (overlay for cell in claim.cells for overlay in experiment.cells_at(scale).get(cell, ()))
-    resized = any({"width", "layers"} & set(overlay.get("model", ())) for overlay in overlays)
-    return experiment.base.get(scale) == scale and not resized
+    for named, recipe in experiment.base.items():
+        if named == recipe == scale:
+            overlays = [overlay for cell in claim.cells for overlay in experiment.cells_at(named).get(cell, ())]
+            return not any({"width", "layers"} & set(overlay.get("model", ())) for overlay in overlays)
+    return False
 
 
 def judge_claim(claim: Claim, runs: Runs, published: Published | None = None) -> JudgedClaim:
