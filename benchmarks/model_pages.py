@@ -3,7 +3,7 @@
     python -m benchmarks.model_pages results/models/SmolLM2-135M-Instruct results/models/gemma-3-270m
 
 The table has a column per folder. A folder contains the measurement of natural text, and optionally measurements in
-`no_bos/`, `random/`, `repeat/` and `gradients/`, and assessments in `assess/` and `assess_heads/`. Losses are in nats
+`no_bos/`, `random/`, `random_bos/`, `repeat/` and `gradients/`, and assessments in `assess/` and `assess_heads/`. Losses are in nats
 per token; "±" precedes the standard error of the assessment.
 """
 
@@ -35,7 +35,9 @@ def measured_rows(folder: Path) -> Rows:
     """Return the rows of a folder's measurements: sink, loss, gradient norms and largest massive activation."""
     text = Measurement.load(folder)
     others = {
-        name: Measurement.load(folder / name) for name in ("no_bos", "random", "repeat") if (folder / name).is_dir()
+        name: Measurement.load(folder / name)
+        for name in ("no_bos", "random", "random_bos", "repeat")
+        if (folder / name).is_dir()
     }
     above_L = (text.importance[:, :, 0] > text.eps).mean(1) > 0.5
 
@@ -48,6 +50,7 @@ def measured_rows(folder: Path) -> Rows:
         "layers in which most heads have it": f"{above_L.sum()} of {text.layers}",
         "Sink_1 without BOS": sink_1("no_bos"),
         "Sink_1 of random tokens": sink_1("random"),
+        "Sink_1 of random tokens after BOS": sink_1("random_bos"),
         "Sink_1 of one token, repeated": sink_1("repeat"),
         "loss": NONE if text.loss is None else f"{text.loss:.3f}",
         "bits per byte": NONE if text.bits_per_byte is None else f"{text.bits_per_byte:.3f}",
