@@ -47,9 +47,7 @@ class Request(CommandSettings, frozen=True):
     sequences: SequenceCount = 100
     length: SequenceLength = 64
     no_bos: bool = Field(default=False, description="Omit BOS and other special tokens at the start of the sequences.")
-    bos: bool = Field(
-        default=False, description="Begin random or repeated tokens with BOS, as text does; default: without BOS."
-    )
+    bos: bool = Field(default=False, description="Begin random or repeated tokens with BOS.")
     seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(
         default=0, description="Random seed for random and repeated tokens."
     )
