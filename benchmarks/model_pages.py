@@ -3,8 +3,8 @@
     python -m benchmarks.model_pages results/models/SmolLM2-135M-Instruct results/models/gemma-3-270m
 
 The table has a column per folder. A folder contains the measurement of natural text, and optionally measurements in
-`no_bos/`, `random/`, `random_bos/`, `repeat/` and `gradients/`, and assessments in `assess/` and `assess_heads/`. Losses are in nats
-per token; "±" precedes the standard error of the assessment.
+`no_bos/`, `random/`, `random_bos/`, `repeat/` and `gradients/`, and assessments in `assess/` and
+`assess_heads/`. Losses are in nats per token; "±" precedes the standard error of the assessment.
 """
 
 import argparse
