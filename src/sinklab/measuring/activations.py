@@ -61,11 +61,13 @@ def largest_activations(blocks: Sequence[nn.Module], real: RealTokens) -> Iterat
     """
     found: list[MassiveActivation] = []
     seen: list[Tensor] = []
-    first = int(real.index_BR[0, 0])
+    first, count = 0, real.mask_BT.shape[1]
+    if real.padded:
+        first, count = int(real.index_BR[0, 0]), int(real.count_B[0])
 
     def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         if len(seen) < len(blocks):
-            seen.append(_largest(hidden_states(output)[0, first : first + int(real.count_B[0])].detach()))
+            seen.append(_largest(hidden_states(output)[0, first : first + count].detach()))
 
     def entering(_: nn.Module, __: tuple[Any, ...]) -> None:
         if len(seen) < len(blocks):  # the first pass, or a retry after a failed pass
