@@ -81,7 +81,7 @@ class Event:
 
     @property
     def is_last(self) -> bool:
-        """Whether the submitted run has ended: done, failed, stopped or busy."""
+        """True if the engine reports nothing more about the run: it is done, failed, stopped or busy."""
         return self.kind in ENDINGS
 
 
