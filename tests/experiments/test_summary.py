@@ -12,7 +12,7 @@ from sinklab.experiments.documents import CellRun, JudgedClaim, Summary
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.shipped import load_experiment
 from sinklab.experiments.summary import at_scale, summarise
-from sinklab.experiments.verdicts.counts import chance_of_claims
+from sinklab.experiments.verdicts.counts import chance_of_claims, importance_of_claims, remarks_on_counts
 
 LESS = {"is": "less", "value": "sink_1", "cell": "k_biases", "than": "softmax"}
 SINKS = {"softmax": [36.0, 30.0, 42.0], "k_biases": [0.0, 0.0, 0.0]}
@@ -115,6 +115,30 @@ def test_chance_would_reproduce_one_of_32_claims_that_are_judged_seed_by_seed() 
     assert chance_of_claims([*claims(48), *others]).endswith("would reproduce 1.5.")
     assert chance_of_claims(others) == ""
     assert chance_of_claims(claims(512, seeds=9)).endswith("would reproduce 10.0.")  # one of nine seeds may deviate
+
+
+def test_comparisons_whose_verdict_differs_by_mean_importance_are_counted() -> None:
+    def claims(number: int, verdict: str, by_importance: str, **others: Any) -> list[JudgedClaim]:
+        asked = {"analysis": "confirmatory", "verdict": verdict, "by_importance": by_importance, "seeds": 5, **others}
+        return [JudgedClaim(**asked) for _ in range(number)]
+
+    same = [
+        *claims(2, "reproduced", "reproduced"),
+        *claims(9, "reproduced", ""),
+        *claims(9, "no verdict", "no verdict"),
+        *claims(9, "inconclusive", "reproduced", analysis="exploratory"),
+        *claims(9, "inconclusive", "reproduced", same_as="table_4.k_biases_free_the_first_token"),
+    ]
+    assert importance_of_claims(same[2:]) == remarks_on_counts(same[2:]) == ""
+    assert importance_of_claims(same).startswith("2 confirmatory claims compare Sink_1")
+    assert importance_of_claims(same).endswith("no verdict changes.")
+    said = importance_of_claims(
+        [*same, *claims(3, "inconclusive", "reproduced"), *claims(1, "reproduced", "contradicted")]
+    )
+    assert said.startswith("6 confirmatory claims")
+    assert said.endswith(
+        "the verdict changes from inconclusive to reproduced for 3 and from reproduced to contradicted for 1."
+    )
 
 
 def test_a_comparison_of_cells_is_counted_by_overlap_and_all_else_by_seed() -> None:

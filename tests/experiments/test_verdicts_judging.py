@@ -169,6 +169,29 @@ def test_a_rate_on_the_first_token_or_the_bias_is_their_sum_at_every_threshold()
     assert verdict(check, with_bias(None)).at_eps == {}  # recorded at the recipe's threshold only
 
 
+def test_comparisons_of_sink_1_are_also_judged_by_the_mean_importance_without_bounds() -> None:
+    def cell(*rates_and_importance: tuple[float, float]) -> CellResults:
+        rows = [
+            reading(sink_1=rate).model_copy(update={"importance_first_heads": [[alpha, 0.0], [None, alpha]]})
+            for rate, alpha in rates_and_importance
+        ]
+        return cell_of(*(run_of(seed, row) for seed, row in enumerate(rows)))
+
+    weak = [(0.0, 0.03)] * 5
+    results = {"softmax": cell((0.0, 0.12), *[(20.0, 0.3)] * 4), "k_biases": cell(*weak), "gate": cell(*weak)}
+    less = {"is": "less", "value": "sink_1", "cell": "k_biases", "than": "softmax", "absent": True}
+    found = verdict(less, results)
+    assert (found.verdict, found.by_importance) == ("inconclusive", "reproduced")
+    assert "By mean importance instead of Sink_1, the verdict is reproduced." in found.remarks
+    bounded = {"is": "greater", "value": "sink_1", "cell": "softmax", "than": "gate", "at_least": 50.0}
+    assert verdict(bounded, results).by_importance == "reproduced"
+    rising = {"is": "rising", "value": "sink_1", "over": ["k_biases", "gate", "softmax"]}
+    assert verdict(rising, results).by_importance == "reproduced"
+    for check in (HAS_ONE, {**less, "value": "sink_2"}, {"is": "absent", "cell": "gate"}):
+        assert verdict(check, results).by_importance == ""
+    assert verdict(less, {cell: first(5)["softmax"] for cell in results}).by_importance == ""  # not recorded
+
+
 def trained_norms(*before_and_after: tuple[float, float]) -> CellResults:
     """A cell with these norm ratios untrained and at its last evaluations, a pair per seed."""
     return cell_of(*(

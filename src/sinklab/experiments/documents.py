@@ -252,6 +252,9 @@ class JudgedClaim(ReadDocument):
             if the claim cannot be judged on the given models.
         at_eps: verdicts at thresholds of the sink rate other than the recipe's, by threshold; empty if the sink rates
             were not recorded at these thresholds, or if the check cannot be evaluated at them (`quantities.AT_EPS`).
+        by_importance: verdict on a comparison of Sink_1 if the mean importance of the first token, which has no
+            threshold, replaces Sink_1; empty for other checks, for existing models, or if the importance was not
+            recorded.
         finds: sentence with the effect that five seeds detect with 80 % power, from pilot runs of the base recipe
             (`five_seeds.detectable`); empty if there is none.
         elsewhere: for a claim without a verdict because of fewer than five seeds, verdict and evidence of an earlier
@@ -278,6 +281,7 @@ class JudgedClaim(ReadDocument):
     models: int = 1
     rule: str = ""
     at_eps: dict[str, str] = Field(default_factory=dict)
+    by_importance: str = ""
     finds: str = ""
     elsewhere: str = ""
 
@@ -291,12 +295,17 @@ class JudgedClaim(ReadDocument):
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks in sentences, from `at_eps`, `elsewhere`, `finds`, `changed` and `same_as`."""
+        """Remarks in sentences, from `at_eps`, `by_importance`, `elsewhere`, `finds`, `changed` and `same_as`."""
         differing = {eps: verdict for eps, verdict in self.at_eps.items() if verdict != self.verdict}
         same = [eps for eps in self.at_eps if eps not in differing]
         return [
             *([f"The verdict is the same at eps {' and '.join(same)}."] if same else []),
             *(f"At eps {eps}, the verdict is {verdict}." for eps, verdict in differing.items()),
+            *(
+                [f"By mean importance instead of Sink_1, the verdict is {self.by_importance}."]
+                if self.by_importance
+                else []
+            ),
             *([self.elsewhere] if self.elsewhere else []),
             *([self.finds] if self.finds else []),
             *([f"Revision of {self.changed}"] if self.changed else []),

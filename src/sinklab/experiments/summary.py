@@ -83,7 +83,10 @@ def summarise(trials: Sequence[Trial], results: Mapping[str, CellResults], alter
 def _with_references(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
     """Return the claims; references (`same_as`) to one of them get the verdict and evidence of this claim."""
     known = {f"{claim.experiment}.{claim.id}": claim for claim in claims if not claim.same_as}
-    copied = {"verdict", "evidence", "seeds", "at_eps", "analysis", "stated", "finds", "elsewhere", "replicate", "rule"}
+    copied = {
+        "verdict", "evidence", "seeds", "at_eps", "by_importance", "analysis", "stated", "finds", "elsewhere",
+        "replicate", "rule",
+    }  # fmt: skip
     return [
         claim.model_copy(update={name: getattr(other, name) for name in copied})
         if (other := known.get(claim.same_as)) is not None

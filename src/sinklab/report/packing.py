@@ -25,7 +25,7 @@ from sinklab.experiments.sweep.packed import (
     write_packed,
 )
 from sinklab.experiments.sweep.store import MANIFESTS
-from sinklab.experiments.verdicts.counts import chance_of_claims
+from sinklab.experiments.verdicts.counts import remarks_on_counts
 from sinklab.files import parse_json, parse_yaml, write_text
 from sinklab.outputs import REPORT, check_results
 from sinklab.report.collect import collect
@@ -208,7 +208,7 @@ def readme(summary: Summary, provenance: Sequence[tuple[str, str]]) -> str:
     for kind, found in verdict_counts(summary.claims).items():
         verdicts = ", ".join(f"{number} {escaped(verdict)}" for verdict, number in found.items())
         lines.append(f"{f'{escaped(kind)} claims'.strip().capitalize()}: {verdicts}.")
-    lines += [chance, ""] if (chance := chance_of_claims(summary.claims)) else [""]
+    lines += [escaped(remarks), ""] if (remarks := remarks_on_counts(summary.claims)) else [""]
     if table := _glance(summary):
         lines += [f"## {table.title}", "", markdown(table), ""]
     rows = [

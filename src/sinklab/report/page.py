@@ -31,7 +31,7 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import JudgedClaim, verdict_counts
 from sinklab.experiments.verdicts import RULE
-from sinklab.experiments.verdicts.counts import chance_of_claims
+from sinklab.experiments.verdicts.counts import remarks_on_counts
 from sinklab.files import cache_folder, write_text, written_aside
 from sinklab.measuring.answer import answer
 from sinklab.outputs import CHART, CHART_MARK, REPORT, REPORT_MARK, check_file
@@ -316,7 +316,7 @@ def _title(data: ReportData) -> str:
 
 
 def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int]], str]]:
-    """Count the claims by scale, kind of analysis and verdict, with a sentence on chance (`chance_of_claims`).
+    """Count the claims by scale, kind of analysis and verdict, with the sentences of `remarks_on_counts`.
 
     Scales whose claims are all references are omitted.
     """
@@ -324,8 +324,8 @@ def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int
     by_scale: dict[str, list[JudgedClaim]] = {}
     for claim in claims:
         by_scale.setdefault(claim.scale, []).append(claim)
-    counts = [(scale, verdict_counts(of), chance_of_claims(of)) for scale, of in by_scale.items()]
-    return [(scale, found, chance) for scale, found, chance in counts if found]
+    counts = [(scale, verdict_counts(of), remarks_on_counts(of)) for scale, of in by_scale.items()]
+    return [(scale, found, remarks) for scale, found, remarks in counts if found]
 
 
 def _provenance(data: ReportData, run: ReportedRun, page: Path) -> dict[str, object]:

@@ -1,6 +1,7 @@
 """Counts of seeds and pairs of seeds that decide claims, with confidence intervals (docs/verdicts.md)."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from statistics import median
@@ -27,6 +28,31 @@ def seed_by_seed(held: Sequence[bool]) -> bool | None:
     """
     differ, kept = int(len(held) >= MANY), sum(held)
     return True if kept >= len(held) - differ else False if kept <= differ else None
+
+
+def remarks_on_counts(claims: Sequence[JudgedClaim]) -> str:
+    """Return the sentences of `chance_of_claims` and `importance_of_claims`; empty if both are."""
+    return " ".join(filter(None, (chance_of_claims(claims), importance_of_claims(claims))))
+
+
+def importance_of_claims(claims: Sequence[JudgedClaim]) -> str:
+    """Return a sentence on the confirmatory comparisons of Sink_1 whose verdict differs by mean importance.
+
+    The sentence is empty if no confirmatory comparison has verdicts by both (`JudgedClaim.by_importance`).
+    """
+    both = [
+        (claim.verdict, claim.by_importance)
+        for claim in claims
+        if claim.analysis == ANALYSES[0] and claim.verdict in JUDGED and claim.by_importance and not claim.same_as
+    ]
+    if not both:
+        return ""
+    changed = Counter(pair for pair in both if len(set(pair)) > 1)
+    said = " and ".join(f"from {before} to {after} for {count}" for (before, after), count in sorted(changed.items()))
+    return (
+        f"{len(both)} confirmatory claims compare Sink_1 between cells. By the mean importance of the first token "
+        f"instead, which has no threshold, {f'the verdict changes {said}' if said else 'no verdict changes'}."
+    )
 
 
 def chance_of_claims(claims: Sequence[JudgedClaim]) -> str:

@@ -116,7 +116,8 @@ def judge_claim(claim: Claim, runs: Runs, published: Published | None = None) ->
         said += f" The replicates are {replicates} {on} {each} sequences."
     others = {eps: _at_eps(claim.check, replace(runs, eps=eps)) for eps in BESIDE}
     at_eps = {eps: other for eps, other in others.items() if other is not None}
-    return blank.model_copy(update={"verdict": verdict, "evidence": said, "seeds": count, "at_eps": at_eps})
+    beside = {"at_eps": at_eps, "by_importance": _by_importance(claim.check, runs) or ""}
+    return blank.model_copy(update={"verdict": verdict, "evidence": said, "seeds": count, **beside})
 
 
 def _blank(claim: Claim) -> JudgedClaim:
@@ -166,6 +167,21 @@ def _at_eps(check: Check, runs: Runs) -> Verdict | None:
     if not names & AT_EPS.keys() or others or any(isinstance(part, StandsAt) for part in parts_of(check)):
         return None
     verdict, _, count = _judged(check, runs)
+    return verdict if count else None
+
+
+def _by_importance(check: Check, runs: Runs) -> Verdict | None:
+    """Return the verdict on a comparison of Sink_1 if the mean importance of the first token replaces Sink_1.
+
+    The importance has no threshold. Sizes, bounds and absence, which refer to rates, are left out. The result is None
+    for checks other than `greater`, `less`, `rising` and `falling` of Sink_1, for existing models, whose cells may
+    differ in the threshold only, and if the importance was not recorded.
+    """
+    if runs.noun != "seed" or not isinstance(check, Differs | Monotone) or check.value != "sink_1":
+        return None
+    sizes = {"by": None, "times": None, "at_least": None, "at_most": None, "absent": False}
+    left_out = sizes if isinstance(check, Differs) else {}
+    verdict, _, count = _judged(check.model_copy(update={"value": "importance_first", **left_out}), runs)
     return verdict if count else None
 
 
