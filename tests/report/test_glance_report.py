@@ -16,7 +16,7 @@ from sinklab.experiments.verdicts import RULE
 from sinklab.report import write_report
 from sinklab.report.collect import collect
 from sinklab.report.leaderboard import leaderboard
-from sinklab.report.packing import pack_sweep
+from sinklab.report.packing import pack_sweep, readme
 from sinklab.report.sections import experiment_sections, glance, grouped
 from sinklab.report.sweeps import origins
 
@@ -63,6 +63,21 @@ def test_a_line_says_what_is_not_run_and_which_claims_are_exploratory(html: str)
     )
     assert "sigmoid has no run not run at tiny confirmatory table_6" in text
     assert "reproduced at tiny exploratory table_2" in text
+
+
+@pytest.mark.parametrize(("by_importance", "shown"), [("reproduced", True), ("contradicted", False), ("", False)])
+def test_the_verdict_by_mean_importance_is_shown_if_it_differs(
+    by_importance: str, shown: bool, sweep_folder: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(sweep_folder, tmp_path / "tiny"))
+    summary = json.loads((folder / "summary.json").read_text())
+    claim = line(folder, "K biases attract the sink").parts[1].claim
+    (one,) = (one for one in summary["claims"] if one["id"] == claim.id and one["experiment"] == claim.experiment)
+    one["by_importance"] = by_importance
+    (folder / "summary.json").write_text(json.dumps(summary))
+    text = Page(write_report([folder]).read_text(encoding="utf-8")).text
+    assert (f"table_4 by mean importance: {by_importance}" in text) is shown
+    assert (f"by mean importance: {by_importance})" in readme(collect([folder]).sweeps[0].summary, [])) is shown
 
 
 def test_numbers_on_which_the_verdict_does_not_rest_are_not_shown_as_ours(sweep_folder: Path, tmp_path: Path) -> None:
