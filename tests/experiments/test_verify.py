@@ -106,10 +106,8 @@ def test_a_verdict_that_the_runs_do_not_give_is_found(packed: Path) -> None:
     (packed / "summary.json").write_text(json.dumps(summary))
     write_checksums(packed)
     found = problems(verify_packed(packed))
-    assert (
-        f"mine.learns is contradicted in summary.json ({claim['evidence']}), but {before} when judged from its runs"
-        in found
-    )
+    evidence = claim["evidence"]
+    assert f"is contradicted ({evidence}) in summary.json, and {before} ({evidence}) when judged from its runs" in found
 
 
 @pytest.mark.parametrize(

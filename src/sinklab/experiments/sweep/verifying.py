@@ -148,9 +148,11 @@ def _check_verdicts(top: Path, files: Path) -> Verified:
             for key, value in claim.model_dump(exclude=FROM_SHIPPED_FILES).items()
             if not _same_numbers(value, again.model_dump()[key])
         ]:
+            shown = {"verdict", "evidence"} & set(different)
+            here, there = (f"{one.verdict} ({one.evidence})" if shown else one.verdict for one in (claim, again))
             check.problems.append(
-                f"{claim.experiment}.{claim.id} is {claim.verdict} in {SUMMARY} ({claim.evidence}), but "
-                f"{again.verdict} when judged from its runs ({again.evidence}); different: {', '.join(different)}"
+                f"{claim.experiment}.{claim.id} is {here} in {SUMMARY}, and {there} when judged from its runs; "
+                f"different: {', '.join(different)}"
             )
     check.problems += [f"{one}.{name} is missing in {SUMMARY}" for one, name in judged]
     for name in before.cells.keys() | now.cells.keys():
