@@ -1,5 +1,6 @@
 """Every kind of claim, on made-up runs whose answer is known by hand."""
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -252,6 +253,11 @@ def test_never_is_later_than_every_step() -> None:
     assert verdict(equal, results).verdict == "inconclusive"
     rising = {"is": "rising", "value": "emergence_step", "over": ["fast", "slow", "never"]}
     assert verdict(rising, results).verdict == "reproduced"
+
+
+def test_a_weak_sink_has_a_first_step_without_emerging() -> None:
+    weak = run_of(0, *(reading(at, sink_1=7.0 if at >= 600 else 0.9) for at in range(200, STEPS + 1, 200)))
+    assert (weak.value("sink_step"), weak.value("emergence_step")) == (600.0, math.inf)
 
 
 def growing(*steps: tuple[int | None, int | None]) -> CellResults:

@@ -34,6 +34,7 @@ sink_layer_L      maximum over the heads of attention layer L of the percentage 
                   token
 emergence_step    first evaluated step with Sink_1 >= 10 %. As for the other steps, step 0 counts as 1, and the value is
                   infinite if no evaluation reaches the threshold
+sink_step         first evaluated step with Sink_1 >= 1 %
 norm_step         first evaluated step at which norm_ratio reaches 2 from below; the first evaluated step if norm_ratio
                   was never below 2. An untrained model (width 64) has 2.4 to 3.3: its attention is nearly uniform, so
                   later positions average many values and have smaller norms. Early training decreases the ratio
@@ -182,6 +183,8 @@ _NAMED = {
         Quantity("kurtosis", "Kurtosis of the hidden states", "x", 1, of_run=lambda run, _: run.kurtosis, once=True),
         Quantity("emergence_step", "Step at which the sink emerged", "steps", 0,
                  of_run=lambda run, _: run.first_step("sink_1", EMERGED)),
+        Quantity("sink_step", "Step at which Sink_1 reached 1 %", "steps", 0,
+                 of_run=lambda run, _: run.first_step("sink_1", NO_SINK)),
         Quantity("norm_step", "Step at which the norm of the first token grew", "steps", 0,
                  of_run=lambda run, _: run.first_step("norm_ratio", MASSIVE, from_below=True)),
         Quantity("loss_change", "Jump of the loss at the emergence of the sink", "nats", 3,

@@ -32,7 +32,7 @@ STATEMENT_PIXELS = 215
 STEPS = PlotAxis("Training step", "step", "step", whole=True, precision=",d")
 CURVES: Sequence[tuple[set[str], str, Callable[[Evaluation], float | None], bool]] = (
     (
-        {"emergence_step", "norm_step", "loss_change"},
+        {"emergence_step", "sink_step", "norm_step", "loss_change"},
         f"{SINK_1} (percent of heads)",
         lambda one: one.sink_rate[0] if one.sink_rate else None,
         True,
