@@ -211,12 +211,16 @@ def readme(summary: Summary, provenance: Sequence[tuple[str, str]]) -> str:
     lines += [escaped(remarks), ""] if (remarks := remarks_on_counts(summary.claims)) else [""]
     if table := _glance(summary):
         lines += [f"## {table.title}", "", markdown(table), ""]
-    rows = [
-        (claim.experiment, claim.said, claim.analysis, f"{claim.verdict_said} at {claim.scale}", claim.full_evidence)
-        for claim in summary.claims
-    ]
-    claims = Table("All claims", names("experiment", "claim", "", "verdict", "evidence"), rows)
-    return "\n".join([*lines, f"## {claims.title}", "", markdown(claims), ""])
+    lines += ["## All claims", ""]
+    for name, experiment in summary.experiments.items():
+        rows = [
+            (claim.said, f"{claim.verdict_said} at {claim.scale}\n{claim.analysis}", claim.full_evidence)
+            for claim in summary.claims
+            if claim.experiment == name
+        ]
+        claims = Table(f"{name}: {experiment.title}", names("claim", "verdict", "evidence"), rows)
+        lines += [f"### {escaped(claims.title)}", "", markdown(claims), ""] if rows else []
+    return "\n".join(lines)
 
 
 def _glance(summary: Summary) -> Table | None:
