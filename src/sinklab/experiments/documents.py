@@ -250,11 +250,12 @@ class JudgedClaim(ReadDocument):
         models: number of existing models in the verdict; 1 for trained cells.
         rule: rule that decides the claim, `seed by seed` or `no overlap` (docs/verdicts.md); empty without a check, or
             if the claim cannot be judged on the given models.
-        at_eps: verdicts at thresholds of the sink rate other than the recipe's, by threshold; empty if the sink rates
-            were not recorded at these thresholds, or if the check cannot be evaluated at them (`quantities.AT_EPS`).
+        at_eps: verdicts at thresholds of the sink rate other than the recipe's, by threshold; empty if fewer than five
+            replicates recorded the rates at these thresholds, or if the check cannot be evaluated at them
+            (`quantities.AT_EPS`).
         by_importance: verdict on a comparison of Sink_1 if the mean importance of the first token, which has no
-            threshold, replaces Sink_1; empty for other checks, for existing models, or if the importance was not
-            recorded.
+            threshold, replaces Sink_1; empty for other checks, for existing models, or if fewer than five seeds
+            recorded the importance.
         finds: sentence with the effect that five seeds detect with 80 % power, from pilot runs of the base recipe
             (`five_seeds.detectable`); empty if there is none.
         elsewhere: for a claim without a verdict because of fewer than five seeds, verdict and evidence of an earlier

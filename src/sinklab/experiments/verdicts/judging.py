@@ -24,7 +24,7 @@ from sinklab.experiments.claims import (
     quantities_of,
 )
 from sinklab.experiments.definition import PAPER_SCALES, Experiment
-from sinklab.experiments.documents import ExperimentSummary, JudgedClaim, Verdict
+from sinklab.experiments.documents import JUDGED, ExperimentSummary, JudgedClaim, Verdict
 from sinklab.experiments.paper import Published
 from sinklab.experiments.quantities import AT_EPS, BESIDE, quantity
 from sinklab.experiments.results import CellResults
@@ -157,7 +157,7 @@ def _part(check: Check, runs: Runs, published: Published | None) -> tuple[Verdic
 
 
 def _at_eps(check: Check, runs: Runs) -> Verdict | None:
-    """Return the verdict at the threshold `runs.eps`; None if the sink rates were not recorded at this threshold.
+    """Return the verdict at the threshold `runs.eps`; None if fewer than five seeds recorded the rates at it.
 
     The result is also None for `stands_at`, for a check without a rate in `AT_EPS`, and for a check that also uses a
     step, or a percentage that is not in `AT_EPS`.
@@ -166,8 +166,8 @@ def _at_eps(check: Check, runs: Runs) -> Verdict | None:
     others = {name for name in names - AT_EPS.keys() if quantity(name).unit in ("%", "steps")}
     if not names & AT_EPS.keys() or others or any(isinstance(part, StandsAt) for part in parts_of(check)):
         return None
-    verdict, _, count = _judged(check, runs)
-    return verdict if count else None
+    verdict = _judged(check, runs)[0]
+    return verdict if verdict in JUDGED else None
 
 
 def _by_importance(check: Check, runs: Runs) -> Verdict | None:
@@ -175,14 +175,14 @@ def _by_importance(check: Check, runs: Runs) -> Verdict | None:
 
     The importance has no threshold. Sizes, bounds and absence, which refer to rates, are left out. The result is None
     for checks other than `greater`, `less`, `rising` and `falling` of Sink_1, for existing models, whose cells may
-    differ in the threshold only, and if the importance was not recorded.
+    differ in the threshold only, and if fewer than five seeds recorded the importance.
     """
     if runs.noun != "seed" or not isinstance(check, Differs | Monotone) or check.value != "sink_1":
         return None
     sizes = {"by": None, "times": None, "at_least": None, "at_most": None, "absent": False}
     left_out = sizes if isinstance(check, Differs) else {}
-    verdict, _, count = _judged(check.model_copy(update={"value": "importance_first", **left_out}), runs)
-    return verdict if count else None
+    verdict = _judged(check.model_copy(update={"value": "importance_first", **left_out}), runs)[0]
+    return verdict if verdict in JUDGED else None
 
 
 def _waits_for(check: Check, runs: Runs) -> str:
