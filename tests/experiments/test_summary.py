@@ -132,6 +132,7 @@ def test_comparisons_whose_verdict_differs_by_mean_importance_are_counted() -> N
     assert importance_of_claims(same[2:]) == remarks_on_counts(same[2:]) == ""
     assert importance_of_claims(same).startswith("2 confirmatory claims compare Sink_1")
     assert importance_of_claims(same).endswith("no verdict changes.")
+    assert importance_of_claims(same[:1]).startswith("One confirmatory claim compares Sink_1")
     said = importance_of_claims(
         [*same, *claims(3, "inconclusive", "reproduced"), *claims(1, "reproduced", "contradicted")]
     )

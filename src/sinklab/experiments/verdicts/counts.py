@@ -49,8 +49,9 @@ def importance_of_claims(claims: Sequence[JudgedClaim]) -> str:
         return ""
     changed = Counter(pair for pair in both if len(set(pair)) > 1)
     said = " and ".join(f"from {before} to {after} for {count}" for (before, after), count in sorted(changed.items()))
+    compared = f"{len(both)} confirmatory claims compare" if len(both) > 1 else "One confirmatory claim compares"
     return (
-        f"{len(both)} confirmatory claims compare Sink_1 between cells. By the mean importance of the first token "
+        f"{compared} Sink_1 between cells. By the mean importance of the first token "
         f"instead, which has no threshold, {f'the verdict changes {said}' if said else 'no verdict changes'}."
     )
 
