@@ -299,19 +299,21 @@ class JudgedClaim(ReadDocument):
         """Remarks in sentences, from `at_eps`, `by_importance`, `elsewhere`, `finds`, `changed` and `same_as`."""
         differing = {eps: verdict for eps, verdict in self.at_eps.items() if verdict != self.verdict}
         same = [eps for eps in self.at_eps if eps not in differing]
+        by_importance = [f"By mean importance instead of Sink_1, the verdict is {self.by_importance}."]
         return [
             *([f"The verdict is the same at eps {' and '.join(same)}."] if same else []),
             *(f"At eps {eps}, the verdict is {verdict}." for eps, verdict in differing.items()),
-            *(
-                [f"By mean importance instead of Sink_1, the verdict is {self.by_importance}."]
-                if self.by_importance
-                else []
-            ),
+            *(by_importance if self.by_importance else []),
             *([self.elsewhere] if self.elsewhere else []),
             *([self.finds] if self.finds else []),
             *([f"Revision of {self.changed}"] if self.changed else []),
             *([f"The check is that of {self.same_as}, where the claim is counted."] if self.same_as else []),
         ]
+
+    @property
+    def changed_by_importance(self) -> str:
+        """Verdict by mean importance (`by_importance`) if it differs from the verdict; else empty."""
+        return "" if self.by_importance == self.verdict else self.by_importance
 
     @property
     def full_evidence(self) -> str:

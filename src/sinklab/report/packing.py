@@ -232,9 +232,7 @@ def _glance(summary: Summary) -> Table | None:
             claim = part.claim
             kind = "" if claim.analysis == "confirmatory" else f", {claim.analysis}"
             ours.append("; ".join(f"{cell} {text}" for cell, text in part.ours) or claim.evidence)
-            beside = (
-                f"; by mean importance: {other}" if (other := claim.by_importance) not in ("", claim.verdict) else ""
-            )
+            beside = f"; by mean importance: {other}" if (other := claim.changed_by_importance) else ""
             verdicts.append(f"{claim.verdict_said} at {claim.scale} ({claim.experiment}.{claim.id}{kind}{beside})")
         texts = ("\n".join(ours) or NOTHING, "\n".join(verdicts) or "not run")
         rows.append((str(place), line.statement.says, line.statement.paper, *texts, line.statement.caveat))

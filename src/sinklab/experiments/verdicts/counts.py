@@ -47,7 +47,7 @@ def importance_of_claims(claims: Sequence[JudgedClaim]) -> str:
     ]
     if not both:
         return ""
-    changed = Counter(pair for pair in both if len(set(pair)) > 1)
+    changed = Counter((before, after) for before, after in both if before != after)
     said = " and ".join(f"from {before} to {after} for {count}" for (before, after), count in sorted(changed.items()))
     compared = f"{len(both)} confirmatory claims compare" if len(both) > 1 else "One confirmatory claim compares"
     return (
