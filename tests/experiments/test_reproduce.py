@@ -97,6 +97,24 @@ def test_what_was_asked_for_before_stays_in_the_summary(run: Run) -> None:
     assert summary_of(Path("runs/tiny"))["cells"]["sigmoid"]["seeds"] == 2
 
 
+def test_only_the_chosen_cells_are_trained(run: Run) -> None:
+    chosen = ("reproduce", "mine.yaml", "other.yaml", *OPTIONS, "--cell", "sigmoid", "--cell", "gate")
+    ahead = json.loads(run(*chosen, "--dry-run", "--json")[1])
+    assert [(cell["name"], cell["seeds"]) for cell in ahead["cells"]] == [("gate", 1), ("sigmoid", 2)]
+    assert ahead["missing"] == 3
+    status, out, err = run(*chosen, "--json")
+    assert status == 0, err
+    cells = {name: [run["status"] for run in cell["runs"]] for name, cell in json.loads(out)["cells"].items()}
+    assert cells["sigmoid"] == ["done", "done"]
+    assert cells["gate"] == ["done"]
+    assert cells["softmax"] == ["unfinished", "unfinished"]
+    assert len(records(Path("runs/tiny"))) == 3
+    status, _, err = run("reproduce", "mine.yaml", *OPTIONS, "--cell", "gate", "--out", "elsewhere")
+    assert status == 2
+    assert "--cell gate: there is no such cell; choose from: softmax, sigmoid, decayed" in err
+    assert not Path("elsewhere").exists()
+
+
 def test_runs_of_other_steps_stay_and_are_not_in_the_summary(run: Run) -> None:
     assert run("reproduce", "mine.yaml", *OPTIONS)[0] == 0
     status, _, err = run("reproduce", "other.yaml", *OPTIONS, "--steps", 2)

@@ -81,6 +81,9 @@ class ReproduceSettings(CommandSettings, frozen=True):
         le=MOST_SEEDS,
         description="Replicates per cell: the first N seeds, draws or models; default: the experiment's, usually 5.",
     )
+    cells: Annotated[Several[str], Flag(name="--cell", metavar="NAME")] = Field(
+        default=(), description="Train only this cell; repeatable. Default: all cells of the experiments."
+    )
     models: Annotated[Several[str], Flag(name="--model", metavar="MODEL")] = Field(
         default=(),
         description="Model to measure, for experiments on existing models: Hugging Face id, directory, .gguf file or "

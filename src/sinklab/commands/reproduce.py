@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sinklab.experiments.definition import Experiment
 
 ALL = "all"
-ONLY_TRAINING = ("steps", "jobs", "engine_options", "packed", "scale", "engine")
+ONLY_TRAINING = ("cells", "steps", "jobs", "engine_options", "packed", "scale", "engine")
 """Settings that are invalid with experiments on existing models."""
 
 

@@ -70,12 +70,13 @@ def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Pr
     On slurm or ray, only the duration of each run is estimated, and only if there are finished runs in the directory.
 
     Raises:
-        InputError: see `check_results`, `plan_sweep`, `unpack`, `preview`, `pace_here` and `ReproduceSettings.overlay`.
+        InputError: see `check_results`, `plan_sweep`, `SweepPlan.only`, `unpack`, `preview`, `pace_here` and
+            `ReproduceSettings.overlay`.
         SinklabError: if an env.json cannot be read or is damaged.
     """
     out, overlay = settings.directory, settings.overlay
     check_results(out, (SUMMARY, REPORT))
-    plan = plan_sweep(questions, overlay)
+    plan = plan_sweep(questions, overlay).only(settings.cells)
     _warn_of_emulation(plan, settings)
     with TemporaryDirectory() as folder:
         if settings.packed is not None:
@@ -126,26 +127,29 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
     Progress, warnings and failures are printed to stderr, the summary to standard output.
 
     Raises:
-        InputError: if a text or directory is unusable, an overlay yields an invalid recipe, earlier results in the
-            directory do not match this command, or an engine is not installed or does not respond.
+        InputError: if a text or directory is unusable, a chosen cell does not exist, an overlay yields an invalid
+            recipe, earlier results in the directory do not match this command, or an engine is not installed or does
+            not respond.
         SinklabError: if a file of an earlier run is damaged, or a file cannot be written.
         KeyboardInterrupt, PreemptedError: on a signal; progress is saved, and the same command resumes.
         Exit: with status 1 if a run failed; divergence of a run whose cell may diverge is not a failure.
     """
     console, out, overlay = stderr(), settings.directory, settings.overlay
     check_results(out, (SUMMARY, REPORT))
+    plan = plan_sweep(questions, overlay)
+    chosen = plan.only(settings.cells)
     if settings.packed is not None:
         take_up(settings.packed, out)
     before = store.read_manifests(out)
-    plan = plan_sweep(questions, overlay)
-    engine = open_engine(settings.engine, _jobs(settings, len(plan.order)), out, settings.engine_options)
-    _warn_of_emulation(plan, settings)
+    engine = open_engine(settings.engine, _jobs(settings, len(chosen.order)), out, settings.engine_options)
+    _warn_of_emulation(chosen, settings)
     recipes = {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}
     with DataBoard(console) as progress:
         data = {key: prepared(recipe.data, progress=progress) for key, recipe in recipes.items()}
     with JobProgress(console, phase=f"searching for runs in {out}"):
-        planned = place_sweep(plan, data, out, store.found_runs(out))
-    now = {one.experiment.id: store.manifest_of(one, planned, overlay) for one in questions}
+        found = store.found_runs(out)
+        whole, planned = (place_sweep(one, data, out, found) for one in (plan, chosen))
+    now = {one.experiment.id: store.manifest_of(one, whole, overlay) for one in questions}
     manifests = store.merged_manifests(before, now)
     if left_out := [name for name in before if name not in manifests]:
         console.print(f"not in this summary, because scale, steps or text differ: {', '.join(left_out)}", **PLAIN)

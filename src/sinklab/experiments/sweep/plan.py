@@ -1,6 +1,6 @@
 """Plan a sweep: the recipe and hash of every run, and the order of training. A run is a cell trained with one seed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -60,6 +60,19 @@ class SweepPlan:
 
     cells: Mapping[str, SweepCell]
     order: Sequence[tuple[str, int]]
+
+    def only(self, names: Collection[str]) -> "SweepPlan":
+        """Return the plan of the named cells alone; the whole plan if none are named.
+
+        Raises:
+            InputError: if the plan has no cell of that name.
+        """
+        if unknown := [name for name in names if name not in self.cells]:
+            raise InputError(f"--cell {unknown[0]}: there is no such cell; choose from: {', '.join(self.cells)}")
+        if not names:
+            return self
+        cells = {name: cell for name, cell in self.cells.items() if name in names}
+        return SweepPlan(cells, [(name, seed) for name, seed in self.order if name in cells])
 
 
 @dataclass(frozen=True)
