@@ -50,6 +50,18 @@ def test_generate_accepts_a_tokenizers_output(variant: str, loaded: Loaded) -> N
     assert together.tolist() == [continued(model, tokenizer, text) for text in TEXTS]
 
 
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2}])
+def test_each_step_reads_only_the_new_token(how: dict[str, int], loaded: Loaded) -> None:
+    model, tokenizer = loaded("k_biases")
+    prompt, read = tokenizer(TEXTS[1], return_tensors="pt"), list[int]()
+    watching = model.register_forward_pre_hook(
+        lambda module, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    model.generate(**prompt, **(HOW | how))
+    watching.remove()
+    assert read == [prompt.input_ids.shape[1], 1, 1, 1, 1, 1]
+
+
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_pipeline_generates(batch_size: int, loaded: Loaded) -> None:
     model, tokenizer = loaded("sink_token")

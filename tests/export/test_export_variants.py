@@ -179,7 +179,7 @@ def test_a_cache_of_another_model_is_refused(tokenizer: Path, tmp_path: Path) ->
     _, ours = exported("k_biases", tokenizer, tmp_path / "one")
     _, llama = exported("softmax", tokenizer, tmp_path / "two")
     cache = llama(some_tokens(), use_cache=True).past_key_values
-    with pytest.raises(InputError, match="past_key_values is a DynamicCache filled by another model"):
+    with pytest.raises(InputError, match="the KV cache is a DynamicCache filled by another model"):
         ours(some_tokens(), past_key_values=cache)
 
 

@@ -64,9 +64,6 @@ IGNORING: dict[str, Any] = {  # they compute their attention themselves, whateve
     "mpt": lambda: hf.MptConfig(
         vocab_size=64, d_model=32, n_layers=2, n_heads=4, max_seq_len=64, initializer_range=0.3
     ),
-    "gptj": lambda: hf.GPTJConfig(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4, initializer_range=0.3
-    ),
     "gpt-neo, window 5": lambda: hf.GPTNeoConfig(
         vocab_size=64,
         hidden_size=32,
@@ -78,6 +75,13 @@ IGNORING: dict[str, Any] = {  # they compute their attention themselves, whateve
         initializer_range=0.3,
     ),
 }
+GPTJ: dict[str, Any] = {
+    "gptj": lambda: hf.GPTJConfig(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4, initializer_range=0.3
+    )
+}
+if not hf.GPTJModel._supports_attention_backend:  # before transformers 5.24
+    IGNORING |= GPTJ
 
 
 FAMILIES: dict[str, Any] = {
@@ -122,6 +126,7 @@ FAMILIES: dict[str, Any] = {
     "stablelm, parallel blocks": lambda: hf.StableLmConfig(**SMALL, num_key_value_heads=2, use_parallel_residual=True),
     "cohere": lambda: hf.CohereConfig(**SMALL, num_key_value_heads=2),
     **IGNORING,
+    **GPTJ,
 }
 
 COUNTING: dict[str, Any] = {  # positions from 3 on, and from the first column on, whatever the mask

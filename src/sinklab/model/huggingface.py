@@ -4,7 +4,7 @@ B batch, T tokens, S cached and new tokens, V vocabulary.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from sinklab.model.position import DistanceTerm
 from sinklab.model.transformer import Transformer
 
 MODEL_TYPE = "sinklab"
+CACHE = next(field.name for field in fields(CausalLMOutputWithPast) if field.name in ("cache", "past_key_values"))
+"""Name of the KV cache in outputs: `cache` from transformers 5.24 on, `past_key_values` before."""
 
 
 class SinklabConfig(PreTrainedConfig):
@@ -89,7 +91,7 @@ def padding_of(mask_BS: Tensor | None, tokens_BT: Tensor, past: Past | None) -> 
             "on the right if nothing is generated"
         )
     if earlier and bool(behind_B.any()):
-        raise InputError("tokens that continue past_key_values are padding: pad on the left, before the first tokens")
+        raise InputError("tokens that continue a KV cache are padding: pad on the left, before the first tokens")
     return Padding(before_B, behind_B)
 
 
@@ -118,15 +120,17 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
+        cache: Past | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast | tuple[Tensor, ...]:
         """Compute the next-token logits, (B, T, V), and the mean loss in nats per target if labels are passed.
 
         Args:
-            input_ids: token ids (B, T); with `past_key_values`, only the new tokens.
+            input_ids: token ids (B, T); with a KV cache, only the new tokens.
             attention_mask: 1 at tokens and 0 at padding, on the left, the right or both; (B, S), including the tokens
-                in `past_key_values`. Logits at padding are undefined.
-            past_key_values: cache returned by an earlier call with `use_cache`; it is extended in place.
+                in the KV cache. Logits at padding are undefined.
+            past_key_values, cache: KV cache returned by an earlier call with `use_cache`, under either name; it is
+                extended in place.
             labels: target token ids (B, T), shifted internally. The loss excludes labels of -100, padding, and targets
                 inside the prefix of a prefix mask.
             use_cache: create and return a KV cache, if none is passed; off by default. A passed cache is always used.
@@ -137,8 +141,8 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
 
         Raises:
             InputError: see `padding_of`. Also if embeddings are passed instead of tokens, if attention matrices or
-                hidden states are requested, if labels are passed with `logits_to_keep`, if `past_key_values` is a
-                non-empty cache of another class, or if there are more tokens than learned positional embeddings.
+                hidden states are requested, if labels are passed with `logits_to_keep`, if the KV cache is not empty
+                and of another class, or if there are more tokens than learned positional embeddings.
         """
         if others.get("inputs_embeds") is not None:
             raise InputError("a sinklab model needs tokens: pass input_ids, not inputs_embeds")
@@ -146,14 +150,15 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
             raise InputError(
                 "output_attentions, output_hidden_states: not supported by sinklab models; use sinklab.measure"
             )
-        if past_key_values is not None and not isinstance(past_key_values, Past):
-            if past_key_values.get_seq_length():
-                kind = type(past_key_values).__name__
-                raise InputError(f"past_key_values is a {kind} filled by another model: pass those of this model")
-            past_key_values = None
+        past = past_key_values if cache is None else cache
+        if past is not None and not isinstance(past, Past):
+            if past.get_seq_length():
+                kind = type(past).__name__
+                raise InputError(f"the KV cache is a {kind} filled by another model: pass one of this model")
+            past = None
         if labels is not None and (isinstance(logits_to_keep, Tensor) or logits_to_keep):
             raise InputError("labels need the logits of every position: leave out logits_to_keep")
-        past = self.transformer.new_past() if use_cache and past_key_values is None else past_key_values
+        past = self.transformer.new_past() if use_cache and past is None else past
         first = 0 if past is None else past.get_seq_length()
         padding = padding_of(attention_mask, input_ids, past)
         hidden_BTE = self._hidden(input_ids, past, padding)
@@ -163,7 +168,8 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
             labels = self._counted(labels, first, padding)
             counted = {name: others[name] for name in ("num_items_in_batch",) if name in others}
             loss = self.loss_function(logits_BTV, labels, vocab_size=logits_BTV.shape[-1], **counted)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=past)  # type: ignore[arg-type]
+        kept_cache: dict[str, Any] = {CACHE: past}
+        output = CausalLMOutputWithPast(loss=loss, logits=logits_BTV, **kept_cache)
         return output.to_tuple() if return_dict is False else output
 
     def _hidden(self, tokens_BT: Tensor, past: Past | None, padding: Padding | None) -> Tensor:
@@ -195,11 +201,11 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         return labels_BT.masked_fill((at_T < before_B1 + first_counted) | (at_T >= end_B1), IGNORED)
 
     def prepare_inputs_for_generation(  # type: ignore[override]
-        self, input_ids: Tensor, past_key_values: Past | None = None, **kwargs: Any
+        self, input_ids: Tensor, past_key_values: Past | None = None, cache: Past | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """Return the arguments of `forward` in `generate`: the tokens not cached yet, cache, mask and options.
 
-        `generate` passes mask and options only to a parameter named `kwargs` (transformers 5.17 to 5.23).
+        `generate` passes mask and options only to a parameter named `kwargs` (transformers 5.17 to 5.24).
 
         Raises:
             InputError: if a sequence is padded on the right, because it cannot be continued.
@@ -207,9 +213,10 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
         mask = kwargs.get("attention_mask")
         if mask is not None and not bool(mask[:, -1].all()):
             raise InputError("the prompts are padded on the right, not left: set tokenizer.padding_side = 'left'")
-        read = 0 if past_key_values is None else past_key_values.get_seq_length()
+        past = past_key_values if cache is None else cache
+        read = 0 if past is None else past.get_seq_length()
         wanted = {name: kwargs[name] for name in ("attention_mask", "use_cache", "logits_to_keep") if name in kwargs}
-        return {"input_ids": input_ids[:, read:], "past_key_values": past_key_values, **wanted}
+        return {"input_ids": input_ids[:, read:], CACHE: past, **wanted}
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

@@ -13,9 +13,7 @@ from sinklab.errors import SinklabError
 
 Progress = Callable[[float, int], None]  # (finished sequences, possibly fractional; total sequences)
 Seen = TypeVar("Seen")
-NO_CACHE = (
-    "an ablated model does not support a KV cache: call it without past_key_values, and generate with use_cache=False"
-)
+NO_CACHE = "an ablated model does not support a KV cache: call it without one, and generate with use_cache=False"
 FirstColumns = Callable[[Tensor], Tensor]
 """Function from a tensor (B, ...) to the column of each sequence's first real token (B,), on the same device."""
 

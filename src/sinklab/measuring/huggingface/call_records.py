@@ -31,6 +31,7 @@ from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.measuring.statistics.statistic_base import Angles
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import hooked, token_norms
+from sinklab.models.huggingface.forward_call import CACHE, named_arguments
 from sinklab.models.intercept import intercept
 from sinklab.models.native import NativeAdapter
 
@@ -224,9 +225,9 @@ class CallRecords(Recorder):
         """Forward pre-hook of the model: start the records of a pass."""
         if self._paused:
             return
-        arguments = self._signature.bind_partial(*args, **kwargs).arguments
+        arguments = named_arguments(self._signature, args, kwargs)
         self._entering_sequences(arguments)
-        self._calls, self._running, self._cached = 0, True, arguments.get("past_key_values") is not None
+        self._calls, self._running, self._cached = 0, True, arguments[CACHE] is not None
 
     def leaving(self, _: nn.Module, __: tuple[Any, ...], ___: Any) -> None:
         """Forward hook of the model: check that every layer was recorded."""

@@ -1,4 +1,4 @@
-"""Records of models that bypass transformers' attention interface (Falcon, Bloom, MPT, GPT-J, GPT-Neo).
+"""Records of models that bypass transformers' attention interface (Falcon, Bloom, MPT, GPT-Neo).
 
 These models return their attention matrices with `output_attentions`. Hooks sum the columns of each matrix and replace
 it by an empty tensor, so that only one matrix is in memory at a time. Keys and values are taken from the returned KV
@@ -26,6 +26,7 @@ from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.models.families import family_of
 from sinklab.models.hooks import hooked, token_norms
 from sinklab.models.huggingface.anatomy import attention_implementation, attention_layers, decoder_blocks
+from sinklab.models.huggingface.forward_call import CACHE, cache_field, named_arguments
 
 
 class MatrixRecords(Recorder):
@@ -49,11 +50,11 @@ class MatrixRecords(Recorder):
     def _entering(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._paused:
             return None
-        arguments = self._signature.bind_partial(*args, **kwargs).arguments
-        if arguments.get("past_key_values") is not None:
+        arguments = named_arguments(self._signature, args, kwargs)
+        if arguments[CACHE] is not None:
             raise SinklabError(
                 f"a {self._model.config.model_type!r} model is measured from the attention matrices it returns, which "
-                "requires whole sequences: call the model without past_key_values, and generate with use_cache=False"
+                "requires whole sequences: call the model without a KV cache, and generate with use_cache=False"
             )
         self._entering_sequences(arguments)
         self._drops_cache = arguments.get("use_cache") is False
@@ -95,8 +96,8 @@ class MatrixRecords(Recorder):
     def _leaving(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         if self._paused:
             return None
-        cache, real = getattr(output, "past_key_values", None), self._real
-        stored = getattr(cache, "layers", [])
+        field, real = cache_field(output), self._real
+        stored = getattr(getattr(output, field, None), "layers", [])
         if real is None or not len(self._matrices) == len(stored) == self._expected:
             raise SinklabError(
                 f"the model type {self._model.config.model_type!r} does not pass its attention through transformers' "
@@ -112,7 +113,7 @@ class MatrixRecords(Recorder):
                 keys_BT, values_BT = (real.align(token_norms(x).mean(1)) for x in (kept.keys, kept.values))
                 self._records.append(LayerRecord(key_norm_BT=keys_BT, value_norm_BT=values_BT, **matrix))
         self._whole = True
-        return replace(output, past_key_values=None) if self._drops_cache else None
+        return replace(output, **{field: None}) if self._drops_cache else None
 
 
 @contextmanager

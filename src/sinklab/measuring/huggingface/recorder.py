@@ -16,6 +16,7 @@ from sinklab.errors import SinklabError
 from sinklab.measuring.mask_coverage import joined
 from sinklab.measuring.records import LayerRecord, combined
 from sinklab.measuring.statistics.collecting import DetailsCollector
+from sinklab.models.huggingface.forward_call import CACHE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,9 +87,9 @@ class Recorder(ABC):
         """Begin a forward pass: a prefill of new sequences, or a decoding step of the current ones with their KV cache.
 
         Args:
-            arguments: arguments of the model's `forward`, by name.
+            arguments: arguments of the model's `forward` (`named_arguments`).
         """
-        cache, tokens_BT = arguments.get("past_key_values"), arguments.get("input_ids")
+        cache, tokens_BT = arguments[CACHE], arguments.get("input_ids")
         if getattr(cache, "is_compileable", False):
             raise SinklabError(
                 "a probe does not support a static KV cache, whose keys are not only those of tokens: use a dynamic "

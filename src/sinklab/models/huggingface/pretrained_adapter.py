@@ -21,6 +21,7 @@ from sinklab.models.families import ROTARY_CLASS, ROTARY_EMBEDDING, SINK_LOGITS,
 from sinklab.models.hooks import NO_CACHE, FirstColumns, evaluating, forward_pass_hooks, hooked
 from sinklab.models.huggingface import anatomy
 from sinklab.models.huggingface.attention_inputs import attention_modules, replaced_inputs
+from sinklab.models.huggingface.forward_call import CACHE, named_arguments
 from sinklab.models.huggingface.gates import GateLayout, find_gates
 from sinklab.models.huggingface.gguf import is_unpacked
 from sinklab.models.huggingface.hidden_keys import HiddenKeys
@@ -263,8 +264,8 @@ class HuggingFaceAdapter:
 
         def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             nonlocal first_B
-            arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-            cache, mask_BT = arguments.get("past_key_values"), arguments.get("attention_mask")
+            arguments = named_arguments(inspect.signature(module.forward), args, kwargs)
+            cache, mask_BT = arguments[CACHE], arguments.get("attention_mask")
             static = getattr(cache, "is_compileable", False)  # has more keys than tokens
             if cache is not None and (static or cache.get_seq_length()):
                 raise SinklabError(NO_CACHE)
