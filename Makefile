@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := .venv-extras
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 
-.PHONY: setup lab test docs test-slow test-browser test-extras test-real test-cluster test-cuda-dry test-portable test-oldest bench check clean
+.PHONY: setup lab test docs test-slow test-browser test-extras test-real test-cluster test-cuda-dry test-portable test-oldest test-newest bench check clean
 
 setup: $(STAMP)
 
@@ -70,6 +71,12 @@ $(OLDEST)/.installed: pyproject.toml
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.11.0 transformers==5.17.0 -e '.[dev]'
 	@touch $@
 
+test-newest: $(STAMP)
+	rm -rf $(NEWEST)
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep ^torch== constraints.txt)" -e '.[dev]'
+	$(NEWEST)/bin/pytest -n 2
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.import_time
 	$(BIN)/python -m benchmarks.start
@@ -79,4 +86,4 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.data
 
 clean:
-	rm -rf $(VENV) $(EXTRAS) $(OLDEST) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EXTRAS) $(OLDEST) $(NEWEST) .pytest_cache .ruff_cache .hypothesis

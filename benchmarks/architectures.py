@@ -69,6 +69,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "axk1", "axk2"), LATENT
     ),
     "minicpm3": LATENT,
+    "sarvam_mla": LATENT | {"head_dim": 4},
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "youtu": LATENT,
     "cohere_compass_text": {
         "layer_types": MIXED,

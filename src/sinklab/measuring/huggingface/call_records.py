@@ -234,6 +234,13 @@ class CallRecords(Recorder):
         if self._paused:
             return
         self._running = False
+        if self._calls > self._expected:
+            raise SinklabError(
+                f"{self._calls} attention calls were recorded in {self._expected} layers of a "
+                f"{self._model.config.model_type!r} model: models with several attention calls per layer "
+                "(differential attention), or that use layers more than once per forward pass (looped models), cannot "
+                "be measured"
+            )
         if self._calls != self._expected:
             raise SinklabError(
                 f"{self._calls} attention calls were recorded in {self._expected} layers: the model type "
