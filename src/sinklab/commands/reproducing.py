@@ -148,7 +148,8 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
         data = {key: prepared(recipe.data, progress=progress) for key, recipe in recipes.items()}
     with JobProgress(console, phase=f"searching for runs in {out}"):
         found = store.found_runs(out)
-        whole, planned = (place_sweep(one, data, out, found) for one in (plan, chosen))
+        whole = place_sweep(plan, data, out, found)
+        planned = whole if chosen is plan else place_sweep(chosen, data, out, found)
     now = {one.experiment.id: store.manifest_of(one, whole, overlay) for one in questions}
     manifests = store.merged_manifests(before, now)
     if left_out := [name for name in before if name not in manifests]:
