@@ -69,8 +69,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
         ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "axk1", "axk2"), LATENT
     ),
     "minicpm3": LATENT,
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * (LAYERS // 2), "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
     "sarvam_mla": LATENT | {"head_dim": 4},
     "dory": {"n_input_layers": 1, "n_output_layers": 1},
+    "inkling2_loop_text": {
+        "n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_num_passes": 3,
+    },
     "youtu": LATENT,
     "cohere_compass_text": {
         "layer_types": MIXED,

@@ -241,6 +241,13 @@ def test_models_with_experts_are_refused() -> None:
     assert "processes only some of the tokens" in str(Quantisation.refusal(one, None))  # type: ignore[arg-type]
 
 
+def test_quantised_weights_are_not_rounded_again() -> None:
+    model: Any = hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED)).eval()
+    assert Quantisation.refusal(HuggingFaceAdapter(model), None) is None  # type: ignore[arg-type]
+    model.config.quantization_config = {"quant_method": "torchao"}
+    assert "already quantised (torchao)" in str(Quantisation.refusal(HuggingFaceAdapter(model), None))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("variant", ASSESSED)
 def test_own_models_are_not_refused(variant: str) -> None:
     assert Quantisation.refusal(small(variant), None) is None  # type: ignore[arg-type]

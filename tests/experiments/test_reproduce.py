@@ -11,6 +11,7 @@ from conftest import Run
 from sampling import one_in
 from sweeps import EXPERIMENT, write_experiment
 
+from sinklab.commands import reproducing
 from sinklab.experiments.documents import SUMMARY
 from sinklab.train.directory.lock import LOCK, lock_run
 
@@ -95,6 +96,21 @@ def test_what_was_asked_for_before_stays_in_the_summary(run: Run) -> None:
     assert list(summary_of(Path("runs/tiny"))["experiments"]) == ["other", "mine"]
     assert run("reproduce", "mine.yaml", *OPTIONS, "--seeds", 1)[0] == 0
     assert summary_of(Path("runs/tiny"))["cells"]["sigmoid"]["seeds"] == 2
+
+
+def test_an_experiment_that_another_command_trains_meanwhile_is_in_the_summary(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = reproducing.train_all
+
+    def after_another(*given: Any) -> Any:
+        monkeypatch.setattr(reproducing, "train_all", train)
+        assert run("reproduce", "other.yaml", *OPTIONS)[0] == 0
+        return train(*given)
+
+    monkeypatch.setattr(reproducing, "train_all", after_another)
+    assert run("reproduce", "mine.yaml", *OPTIONS)[0] == 0
+    assert list(summary_of(Path("runs/tiny"))["experiments"]) == ["other", "mine"]
 
 
 def test_only_the_chosen_cells_are_trained(run: Run) -> None:

@@ -77,7 +77,7 @@ def test_the_verdict_by_mean_importance_is_shown_if_it_differs(
     (folder / "summary.json").write_text(json.dumps(summary))
     text = Page(write_report([folder]).read_text(encoding="utf-8")).text
     assert (f"table_4 by mean importance: {by_importance}" in text) is shown
-    assert (f"by mean importance: {by_importance})" in readme(collect([folder]).sweeps[0].summary, [])) is shown
+    assert (f"by mean importance: {by_importance})" in readme(collect([folder]).sweeps[0].summary, [], "tiny")) is shown
 
 
 def test_numbers_on_which_the_verdict_does_not_rest_are_not_shown_as_ours(sweep_folder: Path, tmp_path: Path) -> None:
@@ -233,10 +233,15 @@ def test_packed_results_say_the_same_and_their_readme_begins_with_the_statements
     text = (packed / "README.md").read_text(encoding="utf-8")
     assert "core-hours; Start date: 2026-11-23; Commit: af2904885c; sinklab: 0.1.0; Python: 3.11.7" in text
     lines = [row for row in text.split("## All claims")[0].splitlines() if row.startswith("| ") and row[2].isdigit()]
-    assert [row.split(" | ")[1] for row in lines] == [one.says for one in statements()]
-    assert "reproduced at tiny (table\\_4.k\\_biases\\_take\\_the\\_sink)<br>contradicted at tiny" in lines[14]
-    assert "exploratory" in lines[6]
-    assert "| – | not run |" in lines[2]
+    said = [one.says for one in statements()]
+    numbers = [int(row.split(" | ")[0].strip("| ")) for row in lines]
+    assert [row.split(" | ")[1] for row in lines] == [said[number - 1] for number in numbers]
+    assert 3 not in numbers  # no experiment here is about it
+    assert (
+        "reproduced at tiny (table\\_4.k\\_biases\\_take\\_the\\_sink)<br>contradicted at tiny"
+        in lines[numbers.index(15)]
+    )
+    assert "exploratory" in lines[numbers.index(7)]
     assert (packed / "charts" / "forest.svg").is_file()
     assert (packed / "charts" / "leaderboard-scatter.svg").is_file()
 

@@ -15,7 +15,7 @@ from sweep_fixtures import CELLS, EXPERIMENTS, make_sweep
 from sinklab.errors import InputError
 from sinklab.experiments.documents import JudgedClaim, Summary
 from sinklab.experiments.sweep.packed import read_checksums, read_packed, unpack
-from sinklab.report.collect import collect
+from sinklab.report.collect import collect, list_runs
 from sinklab.report.packing import pack_sweep, readme
 from sinklab.report.sweeps import Sweep
 
@@ -76,6 +76,18 @@ def test_unpacked_runs_are_the_files_that_were_packed(sweep_folder: Path, packed
         assert environment["hash"] == json.loads((directory / "record.json").read_text())["hash"]
         assert "command" not in environment
     assert unpack(packed, tmp_path) == [], "what is there is left alone"
+    (made[0] / "env.json").unlink()  # as if the first call had been killed: env.json is written last
+    (made[0] / "record.json").unlink()
+    assert unpack(packed, tmp_path) == [made[0]]
+    assert (made[0] / "record.json").is_file()
+
+
+def test_unpacked_runs_are_listed_as_they_ended(packed: Path, tmp_path: Path) -> None:
+    made = unpack(packed, tmp_path)
+    records = {str(one): json.loads((one / "record.json").read_text()) for one in made}
+    states = {run.directory: run.state for run in list_runs([tmp_path])}
+    assert {"done", "failed"} == set(states.values())
+    assert states == {one: record["status"] for one, record in records.items()}
 
 
 def test_the_checksums_are_those_of_all_files(packed: Path) -> None:
@@ -158,7 +170,9 @@ def test_the_readme_has_every_claim_with_its_verdict(packed: Path) -> None:
     sections = text.split("\n### ")[1:]
     assert [section.split(":")[0].replace("\\", "") for section in sections] == ["table_4", "table_6"]
     rows = [line for section in sections for line in section.splitlines()[4:] if line.startswith("|")]
-    assert len(rows) == 7
+    assert len(rows) == 5
+    assert "\n- Statement 5 about the sink" in text.partition("\nNot asked. ")[2]
+    assert text.partition("\n## Not run\n")[2].count("\n- ") == 1
     assert "Confirmatory claims: 1 reproduced, 1 contradicted, 1 no verdict, 1 not run." in text
     assert "| reproduced at tiny<br>confirmatory |" in rows[0]
 
@@ -190,6 +204,15 @@ def test_what_cannot_be_packed_is_refused_and_stays_as_it_is(sweep_folder: Path,
     (full / "thesis.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(InputError, match="not empty"):
         pack_sweep([sweep_folder], full)
+    other = make_sweep(tmp_path / "other", EXPERIMENTS, CELLS)  # a sweep that is not packed
+    with pytest.raises(InputError, match="not empty"):
+        pack_sweep([sweep_folder], other)
+    begun = {"sigmoid": replace(CELLS["sigmoid"], unfinished=(0, 1, 2))}
+    unrun = make_sweep(
+        tmp_path / "unrun", {"table_6": EXPERIMENTS["table_6"].model_copy(update={"cells": ["sigmoid"]})}, begun
+    )
+    with pytest.raises(InputError, match="no finished or failed run"):
+        pack_sweep([unrun], tmp_path / "out")
     with pytest.raises(InputError, match="or is inside it"):
         pack_sweep([sweep_folder], sweep_folder / "packed")
     with pytest.raises(InputError, match="has no sweep"):
@@ -209,11 +232,13 @@ def test_an_experiment_without_a_run_that_has_ended_gets_no_folder(tmp_path: Pat
 
 def test_the_readme_shows_markup_in_the_kind_of_an_analysis_as_text() -> None:
     claim = JudgedClaim(id="one", experiment="mine", analysis="<b>bold</b>", verdict="reproduced", scale="tiny")
-    assert "<b>" not in readme(Summary(experiments={"mine": EXPERIMENTS["table_4"]}, claims=[claim]), ()).lower()
+    assert (
+        "<b>" not in readme(Summary(experiments={"mine": EXPERIMENTS["table_4"]}, claims=[claim]), (), "mine").lower()
+    )
 
 
 def test_the_readme_says_how_the_models_of_all_experiments_differ_from_those_of_the_paper() -> None:
     scale, own = "Scale tiny has 0.3 M parameters.", "The heads have width 16."
     first, second = (EXPERIMENTS["table_4"].model_copy(update={"adapted": one}) for one in ([scale, own], [scale]))
-    assert f"\n{scale} {own}\n" in readme(Summary(experiments={"one": first}), ())
-    assert f"\n{scale}\n" in readme(Summary(experiments={"one": first, "other": second}), ())
+    assert f"\n{scale} {own}\n" in readme(Summary(experiments={"one": first}), (), "tiny")
+    assert f"\n{scale}\n" in readme(Summary(experiments={"one": first, "other": second}), (), "tiny")

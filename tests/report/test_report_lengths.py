@@ -37,3 +37,16 @@ def test_one_draw_has_a_point_alone() -> None:
     assert figure is not None
     rows = figure.charts[0].to_dict()["data"]["values"]
     assert all(row["low"] == row["median"] == row["high"] for row in rows)
+
+
+def test_cells_of_two_directories_have_lines_of_their_own() -> None:
+    cells = {f"{model}/eps_0.3_length_{length}": cell(0.3, length) for model in "ab" for length in (64, 16)}
+    figure = length_figure(cells)
+    assert figure is not None
+    rows = figure.charts[0].to_dict()["data"]["values"]
+    assert [(row["cell"], row["length"]) for row in rows] == [
+        ("ε = 0.3, a", 16),
+        ("ε = 0.3, a", 64),
+        ("ε = 0.3, b", 16),
+        ("ε = 0.3, b", 64),
+    ]

@@ -117,6 +117,7 @@ class AttentionCore(nn.Module):
                 "cumulative sums of log forget gates" if operation.forgets else "logits of the second softmax's weights"
             )
             raise ValueError(f"{operation.kind} attention requires {wanted}: pass gates_BLH")
+        logit_H = self.bias.logit_per_head(q_BHTD)
         call = Call(
             q_BHTD,
             k_BGTD,
@@ -127,7 +128,7 @@ class AttentionCore(nn.Module):
             fading=fading(gates_BLH, mask.causal) if gates_BLH is not None and operation.forgets else None,
             key_HD=self.bias.key_per_head(),
             offset_H=self.bias.offset,
-            logit_H=self.bias.logit_per_head(q_BHTD),
+            logit_BHT=None if logit_H is None else logit_H[None, :, None],
             value_HV=self.bias.value_per_head(),
             learned=self.learned,
             weight_BTH=gates_BLH if operation.weighs else None,

@@ -48,7 +48,7 @@ def attend_and_sum(
     dtype = bl.accumulate_dtype(q_BHTD.dtype)
     out_BHTV = q_BHTD.new_empty(B, H, T, V)
     segments_BHES = q_BHTD.new_zeros(B, H, len(ends) + 1, S, dtype=dtype)
-    bias_BH = None if call.logit_H is None else q_BHTD.new_zeros(B, H, dtype=dtype)
+    bias_BH = None if call.logit_BHT is None else q_BHTD.new_zeros(B, H, dtype=dtype)
     earlier_BHS = None if mask.causal else q_BHTD.new_zeros(B, H, S, dtype=dtype)
     uniform = mask.plain and score is None and bias_BH is None and counted_BT is None
     rows = 1 if uniform else B  # sequences with one mask are computed as one sequence with B times the heads
@@ -106,9 +106,10 @@ def _normalise(z_HQS: Tensor, call: Call, b: int, heads: slice, block: bl.Block)
         )
     bl.mask_block_(z_HQS[None], block, call.first, call.k_BGTD.shape[2], mask)
     share = None
-    if call.logit_H is not None:
+    if call.logit_BHT is not None:
         lse = torch.logsumexp(z_HQS, -1, keepdim=True)
-        share = torch.sigmoid(lse - call.logit_H[heads, None, None].to(lse.dtype))
+        logit_BHT = call.logit_BHT.expand(call.q_BHTD.shape[:3])
+        share = torch.sigmoid(lse - logit_BHT[b, heads, block.rows, None].to(lse.dtype))
     torch.softmax(z_HQS, -1, out=z_HQS)
     if mask.may_be_empty:
         seen = mask.block(first, end, block.low, block.high, device)

@@ -23,8 +23,9 @@ from sinklab.data.prepare import prepared
 from sinklab.data.sources.corpora import documents
 from sinklab.data.sources.textfiles import read_conversations
 from sinklab.errors import InputError, SinklabError
+from sinklab.evaluating.tasks import chosen_task
 from sinklab.experiments.definition import Experiment
-from sinklab.experiments.documents import SUMMARY, record_of
+from sinklab.experiments.documents import SUMMARY, Summary, record_of
 from sinklab.experiments.measured import MeasuredResults, downstream_tasks, measure_experiment
 from sinklab.experiments.passes import Pass, passes_of, subjects_of, with_models
 from sinklab.experiments.sweep import store
@@ -140,7 +141,7 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
     chosen = plan.only(settings.cells)
     if settings.packed is not None:
         take_up(settings.packed, out)
-    before = store.read_manifests(out)
+    store.read_manifests(out)  # damaged ones are refused before the data is prepared
     engine = open_engine(settings.engine, _jobs(settings, len(chosen.order)), out, settings.engine_options)
     _warn_of_emulation(chosen, settings)
     recipes = {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}
@@ -151,6 +152,7 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
         whole = place_sweep(plan, data, out, found)
         planned = whole if chosen is plan else place_sweep(chosen, data, out, found)
     now = {one.experiment.id: store.manifest_of(one, whole, overlay) for one in questions}
+    before = store.read_manifests(out)  # read late: other commands may add experiments and seeds meanwhile
     manifests = store.merged_manifests(before, now)
     if left_out := [name for name in before if name not in manifests]:
         console.print(f"not in this summary, because scale, steps or text differ: {', '.join(left_out)}", **PLAIN)
@@ -160,6 +162,10 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
             check_tuned(tuning.document, tuning.options, settings.data)
     for manifest in asked:
         manifest.save(out)
+
+    def summarised() -> Summary:
+        return store.summary_of(store.merged_manifests(store.read_manifests(out), now), out)
+
     written = time.monotonic()
     try:
         with RunBoard(console, {run.name: run.read_recipe().train.steps for run in planned.runs}) as board:
@@ -168,13 +174,13 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
                 nonlocal written
                 board.watch(event)
                 if event.is_last and time.monotonic() - written > SUMMARISED_EVERY_S:
-                    store.summary_of(manifests, out).save(out)
+                    summarised().save(out)
                     written = time.monotonic()
 
             ended = train_all(planned.runs, engine, watch)
         undone = _assess_and_tune(asked, out, settings.data, console)
     finally:
-        summary = store.summary_of(manifests, out)
+        summary = summarised()
         summary.save(out)
     with JobProgress(console, phase="writing the report"):
         write_report([out])
@@ -288,6 +294,9 @@ def measure_experiments(experiments: Sequence[Experiment], settings: ReproduceSe
     passes = _passes(experiments, settings)
     if data is not None and not any(downstream_tasks(one) for one in experiments):
         raise InputError(f"--data {data} applies to downstream tasks, and {experiments[0].id} has none: remove it")
+    for one in experiments:  # before the first measurement
+        for task in downstream_tasks(one):
+            chosen_task(task, data)
     given = "+".join(label.replace("/", "_") for label in labels(models)) if models else NAMED
     top = settings.out or MODELS / given
     places = {name: top if settings.out and len(passes) == 1 else top / name for name in passes}

@@ -25,7 +25,7 @@ from sinklab.measuring.options import Options
 from sinklab.measuring.records import NativeRecords, batch_of, native_records
 from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.models.adapter import Adapter
-from sinklab.models.hooks import Progress, entering_norms, evaluating, hooked, residual_stream, token_norms
+from sinklab.models.hooks import NO_BLOCKS, Progress, entering_norms, evaluating, hooked, residual_stream, token_norms
 from sinklab.models.memory_budget import fitting_batch
 from sinklab.models.native import NativeAdapter
 
@@ -114,10 +114,7 @@ def measure(
     if options.loss and longest > 1 and not totals.targets:
         notes.append(f"no loss: the prefix mask leaves no targets in {longest} tokens")
     if not adapter.blocks:
-        notes.append(
-            "no hidden-state norms or massive activations: the model has several residual streams, or its blocks could "
-            "not be found"
-        )
+        notes.append(f"no hidden-state norms or massive activations of this model: {NO_BLOCKS}")
     measurement = measurement_from(
         totals,
         cost,

@@ -7,6 +7,7 @@ from torch import nn
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.model.transformer import Transformer
+from sinklab.models.hooks import NO_BLOCKS
 from sinklab.models.native import NativeAdapter, own_transformer
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ Attributes:
     module: the wrapped model.
     device: device of the input tokens.
     dtype: dtype of the weights.
-    blocks: decoder blocks in order; empty if they cannot be found or have several residual streams.
+    blocks: decoder blocks in order; empty if they cannot be found, are used several times in a forward pass, or have
+        several residual streams.
     kinds: layer numbers by kind (`LayerKinds`).
     attention_layers: number of layers with attention. For a Hugging Face model without softmax attention, reading this
         attribute raises SinklabError.
@@ -33,6 +35,7 @@ Attributes:
     leading: number of learned tokens (a sink token or registers) that the model adds before every sequence.
     first_target: 1-based position of the first target: 2, or the first after the prefix of a prefix mask.
     post_norms: norms of a post-norm sinklab transformer, two per block; empty for other models.
+    quantised: quantisation method of the weights; None without one, and for dequantised GGUF weights.
     proxy: True if importance is computed from proxy scores, because the attention weights of a layer do not sum to one.
     dispatches: True if attention calls can be intercepted; otherwise attention is measured from the matrices that the
         model returns. Reading this attribute may run a Hugging Face model once.
@@ -67,12 +70,13 @@ def residual_blocks(adapter: Adapter) -> Sequence[nn.Module]:
     """Return the decoder blocks of a model.
 
     Raises:
-        SinklabError: if a Hugging Face model has several residual streams or no module list with one entry per layer.
+        SinklabError: if a Hugging Face model has several residual streams, uses blocks several times in a forward pass,
+            or has no module list with one entry per layer.
     """
     if not adapter.blocks:
         raise SinklabError(
             f"the residual stream of a {cast('PreTrainedModel', adapter.module).config.model_type!r} model cannot be "
-            "read or changed: its blocks could not be found, or it has several residual streams"
+            f"read or changed: {NO_BLOCKS}"
         )
     return adapter.blocks
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LAYER_KINDS = ("layer_types", "layers_block_type")  # config fields with the kind of each layer
+ATTENTION_LAYERS = ("minimax_m3_sparse",)  # layer kinds with attention whose names lack "attention"
 TOKEN_WISE_LAYERS = ("moe", "mlp", "dense", "sparse")  # layer kinds without token mixing
 POSITION_TABLES = ("wpe", "embed_positions", "positions_embed", "position_embedding", "position_embeddings")
 FFN_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
@@ -18,8 +19,8 @@ ROTARY_CLASS = "RotaryEmbedding"  # suffix of the class name of a rotary embeddi
 QUERIES, OUTPUT = "q_proj", "o_proj"  # projections of an attention module
 GATES = (QUERIES, "gate_proj", "g_proj")  # projections that may compute gate logits
 SINK_LOGITS = "sinks"  # parameter of an attention module
-SELECTED = "indices"  # argument of an attention call: keys selected by an indexer for each query
-UNREADABLE_EXTRAS = ("sinks", "block_indices")  # arguments of an attention call that sinklab cannot interpret
+DEPTH_ATTENTION = "AttentionResidual"  # suffix of the class name of a module that attends to layers, not to tokens
+SELECTED, SELECTED_BLOCKS = "indices", "block_indices"  # arguments of an attention call: keys selected by an indexer
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,18 @@ def family_of(model: Any) -> Family:
 def alibi_exponent(config: Any) -> int:
     """Return the exponent a of the ALiBi slopes 2^(-a h / H) of heads h = 1 .. H: 8, or MPT's `alibi_bias_max`."""
     return getattr(getattr(config, "attn_config", None), "alibi_bias_max", 8)
+
+
+def looped_layers(config: Any) -> tuple[range, int]:
+    """Return the 0-based layers that a looped model (Dory, Inkling2) repeats in a forward pass, and how many times.
+
+    An empty range and 1 for other models. `config` is that of the language model.
+    """
+    if passes := getattr(config, "n_recurrent_loops", None):
+        return range(config.n_input_layers, config.n_input_layers + config.n_recurrent_layers), passes
+    if passes := getattr(config, "loop_num_passes", None):
+        return range(config.loop_layer_index_start, config.loop_layer_index_end), passes
+    return range(0), 1
 
 
 def text_config(config: Any) -> Any:

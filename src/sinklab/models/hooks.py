@@ -14,6 +14,7 @@ from sinklab.errors import SinklabError
 Progress = Callable[[float, int], None]  # (finished sequences, possibly fractional; total sequences)
 Seen = TypeVar("Seen")
 NO_CACHE = "an ablated model does not support a KV cache: call it without one, and generate with use_cache=False"
+NO_BLOCKS = "its blocks could not be found, are used several times in a forward pass, or have several residual streams"
 FirstColumns = Callable[[Tensor], Tensor]
 """Function from a tensor (B, ...) to the column of each sequence's first real token (B,), on the same device."""
 

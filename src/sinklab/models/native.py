@@ -46,7 +46,7 @@ def check_length(length: int, limit: int | None) -> None:
 class NativeAdapter:
     """`Adapter` of a sinklab transformer; see `Adapter` for the attributes."""
 
-    dispatches = True
+    dispatches, quantised = True, None
 
     def __init__(self, model: Transformer) -> None:
         config, first = model.config, next(model.parameters())

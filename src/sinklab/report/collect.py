@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, StrictInt, ValidationError
 
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.errors import InputError, SinklabError, cause
-from sinklab.experiments.documents import SUMMARY, CellSummary, JudgedClaim, Summary
+from sinklab.experiments.documents import SUMMARY, CellSummary, JudgedClaim, Summary, read_record
 from sinklab.experiments.sweep.packed import is_packed
 from sinklab.files import parse_json, parse_yaml
 from sinklab.measuring.statistics.highest import later_sink_text
@@ -189,7 +189,9 @@ def _read_run(path: Path, top: Path, named: Collection[str], cell: str | None) -
             cell = place.resolve().name or str(place)
     seed = recipe["seed"] if "seed" in recipe else int(folder[1]) if folder else None
     history = read_history(path / "metrics.jsonl")
-    return ReportedRun(path, cell, seed, recipe, _read_mapping(path / "env.json"), history, measurement)
+    record = read_record(path)
+    failed = record is not None and record.status == "failed"
+    return ReportedRun(path, cell, seed, recipe, _read_mapping(path / "env.json"), history, measurement, failed)
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
@@ -302,16 +304,16 @@ def _listed(path: Path, recipes: Mapping[Path, Mapping[str, Any]]) -> ListedRun:
     if not isinstance(steps, int):
         return ListedRun(str(path), "damaged", why=f"{path / 'recipe.yaml'} cannot be read, or has no train.steps")
     try:
-        history = read_history(path / "metrics.jsonl")
+        history, record = read_history(path / "metrics.jsonl"), read_record(path)
     except SinklabError as error:
         return ListedRun(str(path), "damaged", name, seed, steps=steps, why=str(error))
     last = history[-1] if history else Evaluation(step=0)
     saved, why = steps_saved(path / "checkpoints"), ""
     if is_held(path):
         state = "running"
-    elif (path / "measurement.json").is_file() and last.step >= steps:
+    elif last.step >= steps and ((path / "measurement.json").is_file() or (record and record.status == "done")):
         state = "done"
-    elif why := _failure(path):
+    elif why := _failure(path) or (record.message if record and record.status == "failed" else ""):
         state = "failed"
     else:
         state = "stopped" if saved else "not begun"

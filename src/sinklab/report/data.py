@@ -45,6 +45,7 @@ class ReportedRun:
         recipe: content of recipe.yaml, possibly in the format of another version of sinklab.
         env: content of env.json; empty if there is no such file.
         history: evaluations of the run, ordered by step.
+        failed: whether a sweep has recorded that training failed.
     """
 
     path: Path
@@ -54,6 +55,7 @@ class ReportedRun:
     env: Mapping[str, object] = field(default_factory=dict)
     history: Sequence[Evaluation] = ()
     measurement: "Measurement | None" = None
+    failed: bool = False
 
     @classmethod
     def of(cls, measurement: "Measurement") -> "ReportedRun":
@@ -82,7 +84,7 @@ class ReportedRun:
     @property
     def in_progress(self) -> bool:
         """Whether this is an unfinished training run: its last evaluation precedes the last step of its recipe."""
-        return self.trained and (self.steps_done or 0) < (self.planned_steps or 0)
+        return self.trained and not self.failed and (self.steps_done or 0) < (self.planned_steps or 0)
 
     @property
     def unfinished(self) -> str:

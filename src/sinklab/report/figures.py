@@ -130,11 +130,13 @@ def length_figure(cells: Mapping[str, CellSummary]) -> Figure | None:
         eps, length, found = cell.change.get("eps"), cell.change.get("length"), cell.values.get("sink_1")
         if isinstance(eps, float) and isinstance(length, int) and found is not None:
             numbers = {"median": found.median, "low": found.smallest, "high": found.largest}
-            rows.append({"cell": f"ε = {eps:g}", "name": name, "eps": eps, "length": length, **numbers})
+            where = name.rpartition("/")[0]  # the directory, if several have cells of this name
+            label = f"ε = {eps:g}" + (f", {where}" if where else "")
+            rows.append({"cell": label, "where": where, "name": name, "eps": eps, "length": length, **numbers})
     lengths = sorted({row["length"] for row in rows})
     if len(lengths) < FEWEST:
         return None
-    rows.sort(key=lambda row: (row["eps"], row["length"]))
+    rows.sort(key=lambda row: (row["where"], row["eps"], row["length"]))
     caption = (
         "Sink rate of the first token of the same sequences truncated to different lengths, for several thresholds ε. "
         "Points are medians over draws of sequences, and bands extend from the minimum to the maximum."

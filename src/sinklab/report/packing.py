@@ -16,6 +16,7 @@ from pathlib import Path
 from sinklab.errors import InputError, cause
 from sinklab.experiments.documents import SUMMARY, CellRun, Summary, read_record, verdict_counts
 from sinklab.experiments.sweep.packed import (
+    CHECKSUMS,
     METRICS,
     PACKED_FILES,
     RECIPE,
@@ -33,7 +34,7 @@ from sinklab.report.page import export_charts, render
 from sinklab.report.sections import glance
 from sinklab.report.sweeps import Sweep, origins, with_runs
 from sinklab.schema import leaves
-from sinklab.tables import NOTHING, Table, counted, escaped, markdown, names
+from sinklab.tables import Table, counted, escaped, markdown, names
 from sinklab.train.directory.environment import read_environment
 from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 
@@ -68,11 +69,13 @@ def pack_sweep(dirs: Sequence[Path], out: Path) -> Path:
     if out.resolve().is_relative_to(top.resolve()) or top.resolve().is_relative_to(out.resolve()):
         raise InputError(f"--pack {out} contains the sweep in {top} or is inside it: choose a folder elsewhere")
     sweep = sweeps[0]
-    if out.is_dir() and any(out.iterdir()) and not (out / SUMMARY).is_file():
-        raise InputError(f"{out} is not empty and has no {SUMMARY} of an earlier copy: choose a new --pack folder")
+    if out.is_dir() and any(out.iterdir()) and not (out / CHECKSUMS).is_file():
+        raise InputError(f"{out} is not empty and has no {CHECKSUMS} of an earlier copy: choose a new --pack folder")
     check_results(out, (SUMMARY, REPORT))
     _check_paths(sweep)
     packed = _packed_runs(sweep)
+    if not packed:
+        raise InputError(f"{top} has no finished or failed run to pack; measurements of existing models are not packed")
     _remove_earlier_copy(out)
     for name, runs in packed.items():
         write_packed(out / name, runs)
@@ -177,7 +180,7 @@ def _pack_documents(sweep: Sweep, out: Path) -> None:
     summary.save(out)
     for path in _manifests(sweep):
         write_text(out / MANIFESTS / path.name, path.read_text(encoding="utf-8"))
-    write_text(out / "README.md", readme(summary, origins([sweep])))
+    write_text(out / "README.md", readme(summary, origins([sweep]), out.resolve().name))
 
 
 def _relative(message: str, sweep: Sweep) -> str:
@@ -185,16 +188,21 @@ def _relative(message: str, sweep: Sweep) -> str:
     return message.replace(f"{sweep.top.resolve()}/", "").replace(f"{sweep.top}/", "")
 
 
-def readme(summary: Summary, provenance: Sequence[tuple[str, str]]) -> str:
+def readme(summary: Summary, provenance: Sequence[tuple[str, str]], folder: str) -> str:
     """Return the README of a packed sweep: scale, counts, provenance, the paper at a glance, and all claims.
 
     The differences from the paper (`ExperimentSummary.adapted`) are those that all experiments share.
+
+    Args:
+        folder: name of the folder of the packed sweep.
     """
     adapted = [one.adapted for one in summary.experiments.values()]
     scale = [said for said in (adapted or [[]])[0] if all(said in one for one in adapted)]
     done, failed = (sum(run.status == status for run in summary.runs) for status in ("done", "failed"))
+    title = f"Results at scale {summary.scale}" if summary.scale else "Results"
+    title += f" ({folder})" if folder != summary.scale else ""
     lines = [
-        f"# Results at scale {escaped(summary.scale)}" if summary.scale else "# Results",
+        f"# {escaped(title)}",
         "",
         f"This folder contains {counted(len(summary.experiments), 'experiment')} with "
         f"{counted(len(summary.cells), 'cell')}: {counted(done, 'finished run')}, {failed} failed and "
@@ -213,20 +221,31 @@ def readme(summary: Summary, provenance: Sequence[tuple[str, str]]) -> str:
         lines += [f"## {table.title}", "", markdown(table), ""]
     lines += ["## All claims", ""]
     for name, experiment in summary.experiments.items():
+        own = [claim for claim in summary.claims if claim.experiment == name and claim.verdict != "not run"]
+        if not own:
+            continue
+        lines += [f"### {escaped(f'{name}: {experiment.title}')}", ""]
         rows = [
             (claim.said, f"{claim.verdict_said} at {claim.scale}\n{claim.analysis}", claim.full_evidence)
-            for claim in summary.claims
-            if claim.experiment == name
+            for claim in own
+            if claim.verdict != "not asked"
         ]
-        claims = Table(f"{name}: {experiment.title}", names("claim", "verdict", "evidence"), rows)
-        lines += [f"### {escaped(claims.title)}", "", markdown(claims), ""] if rows else []
+        if rows:
+            lines += [markdown(Table("", names("claim", "verdict", "evidence"), rows)), ""]
+        for why in dict.fromkeys(claim.evidence for claim in own if claim.verdict == "not asked"):
+            said = [claim.said for claim in own if (claim.verdict, claim.evidence) == ("not asked", why)]
+            lines += [f"Not asked. {escaped(why)}", "", *(f"- {escaped(one)}" for one in said), ""]
+    if unrun := [claim for claim in summary.claims if claim.verdict == "not run"]:
+        lines += ["## Not run", "", *(f"- {escaped(f'{one.experiment}: {one.said}')}" for one in unrun), ""]
     return "\n".join(lines)
 
 
 def _glance(summary: Summary) -> Table | None:
-    """Make the table of the paper's statements; None if the sweep has no claim about any of them."""
+    """Make the table of the paper's statements with a claim in the sweep; None if there are none."""
     rows = []
     for place, line in enumerate(glance([Sweep(Path(), summary, Path())]), 1):
+        if not line.parts:
+            continue
         ours, verdicts = [], []
         for part in line.parts:
             claim = part.claim
@@ -234,7 +253,9 @@ def _glance(summary: Summary) -> Table | None:
             ours.append("; ".join(f"{cell} {text}" for cell, text in part.ours) or claim.evidence)
             beside = f"; by mean importance: {other}" if (other := claim.changed_by_importance) else ""
             verdicts.append(f"{claim.verdict_said} at {claim.scale} ({claim.experiment}.{claim.id}{kind}{beside})")
-        texts = ("\n".join(ours) or NOTHING, "\n".join(verdicts) or "not run")
-        rows.append((str(place), line.statement.says, line.statement.paper, *texts, line.statement.caveat))
+        statement = line.statement
+        rows.append(
+            (str(place), statement.says, statement.paper, "\n".join(ours), "\n".join(verdicts), statement.caveat)
+        )
     columns = names("", "statement", "the paper (% of heads)", "our values, every seed", "verdict", "caveat")
     return Table("The paper at a glance", columns, rows) if rows else None

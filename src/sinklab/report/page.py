@@ -337,7 +337,7 @@ def _provenance(data: ReportData, run: ReportedRun, page: Path) -> dict[str, obj
         "steps": f"{run.steps_done or 0} of {run.planned_steps}" if run.trained else None,
         "run hash": env.get("hash"),
         "backend": one.backend if one else env.get("backend"),
-        "dtype": one.dtype if one else env.get("dtype"),
+        "dtype": one.dtype if one else None,
         "device": env.get("device"),
     }
     # Paths below the page's folder are relative, so that the folder can be moved.

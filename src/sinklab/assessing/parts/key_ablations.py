@@ -171,7 +171,7 @@ class SelectedKeys:
     def hidden(self, layer: LayerCall) -> LayerCall:
         """Return the call with the selected keys masked; for the bias, without bias key, sink logit and bias value."""
         if self.keys == "bias":
-            return layer.changed(key_HD=None, logit_H=None, value_HV=None)
+            return layer.changed(key_HD=None, logit_BHT=None, value_HV=None)
         return layer.masked(Dense(~self.matrix(layer)[None], later=True))
 
     def shifted(self, layer: LayerCall, by: float) -> LayerCall:

@@ -131,6 +131,8 @@ class Quantisation(AssessPart):
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
+        if adapter.quantised:
+            return f"the weights are already quantised ({adapter.quantised})"
         for block in adapter.blocks:
             for name, weight in block.named_parameters():
                 if weight.ndim > 2 and min(weight.shape[-2:]) > 1:

@@ -54,7 +54,15 @@ from sinklab.assessing.super_weights import (
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter
-from sinklab.models.hooks import changed_entries, evaluating, hidden_states, hooked, requiring_grad, residual_stream
+from sinklab.models.hooks import (
+    NO_BLOCKS,
+    changed_entries,
+    evaluating,
+    hidden_states,
+    hooked,
+    requiring_grad,
+    residual_stream,
+)
 from sinklab.models.intercept import intercept
 from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
@@ -183,7 +191,7 @@ class Writer(AssessPart):
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
         if not adapter.blocks:
-            return "its blocks could not be found, or it has several residual streams"
+            return NO_BLOCKS
         for layer, block in enumerate(adapter.blocks, 1):
             part = feed_forward(block)
             if part is None:

@@ -34,7 +34,7 @@ class Call:
             forget gates.
         key_HD: bias key; None without one.
         offset_H: number added to the logit of the bias key after the softcap; None means zero.
-        logit_H: sink logit, used in place of a bias key's logit; None without one.
+        logit_BHT: sink logit, used in place of a bias key's logit; None without one. Axes B and T may be 1.
         value_HV: value of the bias key, or the V bias if there is no bias key; None means zero.
         learned: learned parameters of the operation; None without parameters.
         weight_BTH: logits of the second softmax's weights (`OperationPart.weight_gate`); None for operations without
@@ -51,7 +51,7 @@ class Call:
     fading: Score | None = None
     key_HD: Tensor | None = None
     offset_H: Tensor | None = None
-    logit_H: Tensor | None = None
+    logit_BHT: Tensor | None = None
     value_HV: Tensor | None = None
     learned: Any = None
     weight_BTH: Tensor | None = None
@@ -65,13 +65,16 @@ class Call:
     @property
     def has_bias(self) -> bool:
         """True if there is a bias key or a sink logit."""
-        return self.key_HD is not None or self.logit_H is not None
+        return self.key_HD is not None or self.logit_BHT is not None
 
     def cut(self, positions: int, first: int = 0) -> "Call":
         """Return the call for the first `positions` positions, with queries from index `first` on; requires T = S."""
         q_BHTD, k_BGTD = self.q_BHTD[:, :, first:positions], self.k_BGTD[:, :, :positions]
         weight_BTH = None if self.weight_BTH is None else self.weight_BTH[:, first:positions]
-        return replace(self, q_BHTD=q_BHTD, k_BGTD=k_BGTD, weight_BTH=weight_BTH)
+        logit_BHT = self.logit_BHT
+        if logit_BHT is not None and logit_BHT.shape[-1] > 1:
+            logit_BHT = logit_BHT[..., first:positions]
+        return replace(self, q_BHTD=q_BHTD, k_BGTD=k_BGTD, weight_BTH=weight_BTH, logit_BHT=logit_BHT)
 
     def matrix(self, similarity: Score | None = None, mask: Mask | None = None) -> ScoreMatrix:
         """Return the score matrix for a log-similarity, without bias key and sink logit; `mask` replaces the mask."""
@@ -110,10 +113,9 @@ class Call:
 
         Kernel attention passes queries and keys after the feature map; the result is then the similarity itself.
         """
-        if self.logit_H is not None:
-            B, H, T, _ = self.q_BHTD.shape
-            dtype = accumulate_dtype(self.q_BHTD.dtype)
-            return at_every_query(similarity, self.logit_H.to(dtype)[None, :, None].expand(B, H, T), self.first)
+        if self.logit_BHT is not None:
+            logit_BHT = self.logit_BHT.to(accumulate_dtype(self.q_BHTD.dtype)).expand(self.q_BHTD.shape[:3])
+            return at_every_query(similarity, logit_BHT, self.first)
         if self.key_HD is None:
             return None
         z_BHT = extra_logits(self.q_BHTD, self.key_HD, self.matrix().factor)

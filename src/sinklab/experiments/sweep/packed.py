@@ -137,7 +137,7 @@ def unpack(top: Path, into: Path) -> list[Path]:
                 raise InputError(
                     f"{folder / RUNS} names a run {run.directory}, which is outside the sweep: restore the file"
                 )
-            if not directory.exists():
+            if not (directory / ENVIRONMENT).exists():  # written last
                 _write_run(directory, run)
                 made.append(directory)
     return made

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from functools import cache
 from statistics import median
 
 from scipy.special import betaincinv
@@ -102,17 +101,13 @@ def rank_sum_p(n: int, m: int, against: int) -> float:
             values.
         against: number of opposing pairs, 0 to n m.
     """
-    return sum(_orders(n, m, u) for u in range(against + 1)) / math.comb(n + m, n)
-
-
-@cache
-def _orders(n: int, m: int, against: int) -> int:
-    """Count the orderings of n + m numbers with `against` opposing pairs, by recursion on the largest number."""
-    if against < 0:
-        return 0
-    if n == 0 or m == 0:
-        return int(against == 0)
-    return _orders(n - 1, m, against) + _orders(n, m - 1, against - n)
+    counts = [1] + against * [0]  # orderings by number of opposing pairs
+    for size in range(1, n + 1):  # factors (1 - q^(m + size)) / (1 - q^size) of the Gaussian binomial coefficient
+        for u in range(against, m + size - 1, -1):
+            counts[u] -= counts[u - m - size]
+        for u in range(size, against + 1):
+            counts[u] += counts[u - size]
+    return sum(counts) / math.comb(n + m, n)
 
 
 def share_interval(kept: int, seeds: int) -> tuple[float, float]:

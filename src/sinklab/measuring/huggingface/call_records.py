@@ -238,8 +238,8 @@ class CallRecords(Recorder):
             raise SinklabError(
                 f"{self._calls} attention calls were recorded in {self._expected} layers of a "
                 f"{self._model.config.model_type!r} model: models with several attention calls per layer "
-                "(differential attention), or that use layers more than once per forward pass (looped models), cannot "
-                "be measured"
+                "(differential attention), or that use layers several times in a forward pass (looped models; but Dory "
+                "and Inkling2 are supported), cannot be measured"
             )
         if self._calls != self._expected:
             raise SinklabError(

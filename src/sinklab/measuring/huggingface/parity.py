@@ -230,7 +230,7 @@ def _watched(backend: str, reading: _BackendReading, without_sinks: bool) -> Abs
         lengths_B = torch.full((len(query),), T)
         reading.importance.append(importance_from_sums(attention_BHTS.sum(2)[..., -T:], lengths_B).cpu())
         out_BTHV, weights = of_values(value)
-        if options.get("s_aux") is not None:
+        if any(options.get(name) is not None for name in ("s_aux", "sinks")):
             reading.shares.append((1 - rows_BHT).mean(-1).cpu())
             if without_sinks:
                 out_BTHV = out_BTHV / rows_BHT.mT[..., None].clamp(min=torch.finfo(torch.float32).tiny).to(out_BTHV)

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.errors import SinklabError
-from sinklab.models.families import LAYER_KINDS, POSITION_TABLES, TOKEN_WISE_LAYERS, first_named, text_config
+from sinklab.models.families import (
+    ATTENTION_LAYERS,
+    LAYER_KINDS,
+    POSITION_TABLES,
+    TOKEN_WISE_LAYERS,
+    first_named,
+    looped_layers,
+    text_config,
+)
 from sinklab.models.layer_kinds import LayerKinds
 
 if TYPE_CHECKING:
@@ -19,15 +27,21 @@ def layer_kinds(config: "PretrainedConfig") -> LayerKinds:
     """Return the numbers of the language model's layers with softmax attention, and of linear or recurrent layers.
 
     If the config does not list the kinds of its layers, all layers count as softmax attention; none does if the config
-    has no field `num_attention_heads`.
+    has no field `num_attention_heads`. A layer that a forward pass uses several times counts once per use.
     """
     text = text_config(config)
     kinds = first_named(text, LAYER_KINDS)
     if not kinds:
         everywhere = tuple(range(1, text.num_hidden_layers + 1))
         return LayerKinds(text.num_hidden_layers, everywhere if hasattr(text, "num_attention_heads") else ())
+    repeated, passes = looped_layers(text)
+    kinds = [*kinds[: repeated.stop], *kinds[repeated.start : repeated.stop] * (passes - 1), *kinds[repeated.stop :]]
     both = [n for n, kind in enumerate(kinds, 1) if kind.startswith("hybrid")]
-    attention = [n for n, kind in enumerate(kinds, 1) if ("attention" in kind and "linear" not in kind) or n in both]
+    attention = [
+        n
+        for n, kind in enumerate(kinds, 1)
+        if n in both or kind in ATTENTION_LAYERS or ("attention" in kind and "linear" not in kind)
+    ]
     carrying = [
         n for n, kind in enumerate(kinds, 1) if n in both or (n not in attention and kind not in TOKEN_WISE_LAYERS)
     ]
@@ -47,20 +61,28 @@ def attention_layers(config: "PretrainedConfig") -> int:
 
 
 def decoder_blocks(model: "PreTrainedModel") -> list[nn.Module]:
-    """Return the decoder blocks in order; empty if no module list has as many entries as the config has layers.
+    """Return the decoder blocks in order.
 
-    In LongCat-Flash, `num_hidden_layers` is the number of attention layers, of which each of its `num_layers` blocks
-    has two.
+    Empty if no module list has as many entries as the config has layers, or a forward pass uses some blocks several
+    times (`looped_layers`). In LongCat-Flash, `num_hidden_layers` is the number of attention layers, of which each of
+    its `num_layers` blocks has two.
     """
     config = text_config(model.config)
+    if looped_layers(config)[1] > 1:
+        return []
     counts = (config.num_hidden_layers, getattr(config, "num_layers", None))
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return next((list(blocks) for count in counts for blocks in lists if len(blocks) == count), [])
 
 
-def residual_streams(config: "PretrainedConfig") -> int:
-    """Return the number of residual streams, with hyper-connections (DeepSeek-V4, Qwen4-Exp) or AltUp (Gemma 3n)."""
-    return max(getattr(text_config(config), name, None) or 1 for name in ("hc_mult", "hc_count", "altup_num_inputs"))
+def has_one_stream(config: "PretrainedConfig") -> bool:
+    """Return True if the model has one residual stream.
+
+    False with hyper-connections (DeepSeek-V4, Qwen4-Exp), AltUp (Gemma 3n), or attention to earlier layers (Inkling2).
+    """
+    text = text_config(config)
+    streams = max(getattr(text, name, None) or 1 for name in ("hc_mult", "hc_count", "altup_num_inputs"))
+    return streams == 1 and not hasattr(text, "n_layers_per_attn_res_block")
 
 
 def bodies(model: "PreTrainedModel") -> list[nn.Module]:

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError
 from sinklab.models.hooks import evaluating, hidden_states, hooked
-from sinklab.models.huggingface.anatomy import quantisation
-from sinklab.models.huggingface.gguf import is_unpacked
+from sinklab.models.huggingface.gguf import weights_quantised
 from sinklab.models.huggingface.interface import attention_computed_by
 
 NORM = "norm"  # substring of a norm's class name in lower case
@@ -27,11 +26,11 @@ def attention_modules(model: PreTrainedModel, tokens_1T: Tensor) -> list[nn.Modu
 
     Raises:
         InputError: if weights are quantised (dequantised GGUF weights are allowed) or offloaded, or the input of an
-            attention module is not the output of a norm (in OLMo 2, the input is the residual stream).
+            attention module is not the output of a norm (in OLMo 2, the input is the residual stream), or a module is
+            used several times in a forward pass.
         SinklabError: if an attention call cannot be interpreted (`read_call`).
     """
-    method = quantisation(model.config)
-    if method and not (method == "gguf" and is_unpacked(model)):
+    if method := weights_quantised(model):
         raise InputError(
             f"the weights are quantised ({method}) and do not support gradients: load the model without quantisation"
         )
@@ -62,6 +61,10 @@ def attention_modules(model: PreTrainedModel, tokens_1T: Tensor) -> list[nn.Modu
     )
     with evaluating(model), hooked(handles), attention_computed_by(model, attention):
         model(tokens_1T, use_cache=False)
+    if len(set(found)) < len(found):
+        raise InputError(
+            f"a {model.config.model_type!r} model uses layers several times in a forward pass: leave out the gradients"
+        )
     for number, module in enumerate(found, 1):
         if not any(inputs.get(module) is output for output in norms):
             raise InputError(

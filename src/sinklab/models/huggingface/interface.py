@@ -9,10 +9,13 @@ have G KV heads and are not repeated for the H query heads. These extras concern
 
     softcap         z -> softcap * tanh(z / softcap)                        (Gemma 2)
     s_aux           sink logit per head, part of the softmax                (gpt-oss)
+    sinks           (B, H, T, 1) sink logit per query, part of the softmax  (Inkling2)
     position_bias   added to the scores                                     (relative positions)
     sliding_window  ignored, because the mask from `sdpa_mask` contains it
     indices         (B, T, K) keys selected by an indexer for each query (DeepSeek-V3.2); the attention function has to
                     apply the selection
+    block_indices   (B, I, T, K) blocks of keys selected for each query by I indexer heads, each for H / I query heads;
+                    -1 is none (MiniMax M3). The module's indexer has the block size.
 """
 
 import itertools
@@ -32,7 +35,7 @@ from sinklab.attention.operations.call import Call
 from sinklab.attention.operations.similarity import Softmax
 from sinklab.attention.scores import Score, broadcast_index, compose, softcap
 from sinklab.errors import SinklabError
-from sinklab.models.families import SELECTED, UNREADABLE_EXTRAS
+from sinklab.models.families import DEPTH_ATTENTION, SELECTED, SELECTED_BLOCKS
 from sinklab.models.huggingface.anatomy import attention_implementation
 
 SOFTMAX = Softmax()
@@ -58,17 +61,19 @@ def read_call(
         extras: see the module docstring.
 
     Raises:
-        SinklabError: if there is no mask and the attention is not causal, or an argument of UNREADABLE_EXTRAS is given.
+        SinklabError: if there is no mask and the attention is not causal.
     """
-    for name in UNREADABLE_EXTRAS:
-        if extras.get(name) is not None:
-            raise SinklabError(
-                f"the attention of {type(module).__name__} cannot be measured: sinklab does not support the argument "
-                f"`{name}` of its attention function"
-            )
+    H, S = query.shape[1], key.shape[2]
     if (chosen_BTK := extras.pop(SELECTED, None)) is not None:
-        attention_mask = _selected(attention_mask, chosen_BTK, key.shape[2])
-    cap, sinks, bias = (extras.get(name) for name in ("softcap", "s_aux", "position_bias"))
+        attention_mask = _restricted(attention_mask, _listed(chosen_BTK, S)[:, None])
+    if (blocks_BITK := extras.pop(SELECTED_BLOCKS, None)) is not None:
+        indexer: Any = module.indexer
+        size: int = indexer.block_size
+        chosen_BITN = _listed(blocks_BITK.where(blocks_BITK >= 0, S), S + 1)[..., : -(-S // size)]
+        keys_BITS = chosen_BITN.repeat_interleave(size, -1)[..., :S]
+        attention_mask = _restricted(attention_mask, keys_BITS.repeat_interleave(H // keys_BITS.shape[1], 1))
+    cap, sink_H, sink_BHT1, bias = (extras.get(name) for name in ("softcap", "s_aux", "sinks", "position_bias"))
+    logit_BHT = sink_H[None, :, None] if sink_H is not None else None if sink_BHT1 is None else sink_BHT1[..., 0]
     score = compose(softcap(cap) if cap is not None else None, _additive(bias))
     if attention_mask is None:
         is_causal = extras.get("is_causal")
@@ -84,7 +89,7 @@ def read_call(
         score = compose(score, _additive(attention_mask))
         allowed = masks.Dense(attention_mask > torch.finfo(attention_mask.dtype).min / 2, later=True)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = Call(query, key, allowed, position=score, logit_H=sinks, scale=scale)
+    call = Call(query, key, allowed, position=score, logit_BHT=logit_BHT, scale=scale)
 
     def fused() -> Tensor:
         kernel = AttentionInterface._global_mapping["sdpa"]
@@ -92,29 +97,34 @@ def read_call(
 
     def by_sinklab() -> Tensor:
         out_BHTV, lse_BHT = call.attend(value)
-        if sinks is not None:
-            out_BHTV = out_BHTV * torch.sigmoid(lse_BHT - sinks[None, :, None])[..., None].to(out_BHTV.dtype)
+        if logit_BHT is not None:
+            out_BHTV = out_BHTV * torch.sigmoid(lse_BHT - logit_BHT)[..., None].to(out_BHTV.dtype)
         return out_BHTV
 
-    if cap is None and sinks is None:
+    if cap is None and logit_BHT is None:
         library = LibraryKernel("sdpa", fused)
     else:
         library = LibraryKernel("flex" if flex_serves(query, key, value) else "chunked", by_sinklab)
     return LayerCall(SOFTMAX, call, value, library=library)
 
 
-def _selected(mask: Tensor | None, chosen_BTK: Tensor, keys: int) -> Tensor:
-    """Restrict a boolean or additive mask (B, 1, T, S) to the selected keys.
+def _listed(places: Tensor, width: int) -> Tensor:
+    """Return a boolean tensor (.., width) that is True at the listed places (.., K)."""
+    return torch.zeros(*places.shape[:-1], width, dtype=torch.bool, device=places.device).scatter(
+        -1, places.long(), True
+    )
+
+
+def _restricted(mask: Tensor | None, chosen_BHTS: Tensor) -> Tensor:
+    """Restrict a boolean or additive mask (B, 1, T, S) to the chosen keys, whose axis H may be 1.
 
     If the mask is None, the causal mask is applied, because a query with few visible keys also selects later ones.
     """
-    (B, T, _), device = chosen_BTK.shape, chosen_BTK.device
-    chosen_BTS = torch.zeros(B, T, keys, dtype=torch.bool, device=device).scatter(-1, chosen_BTK.long(), True)
     if mask is None:
-        return chosen_BTS.tril(keys - T)[:, None]
+        return chosen_BHTS.tril(chosen_BHTS.shape[-1] - chosen_BHTS.shape[-2])
     if mask.dtype == torch.bool:
-        return mask & chosen_BTS[:, None]
-    return mask.masked_fill(~chosen_BTS[:, None], torch.finfo(mask.dtype).min)
+        return mask & chosen_BHTS
+    return mask.masked_fill(~chosen_BHTS, torch.finfo(mask.dtype).min)
 
 
 def _additive(bias: Tensor | None) -> Score | None:
@@ -136,11 +146,15 @@ def _additive(bias: Tensor | None) -> Score | None:
 def attention_computed_by(model: PreTrainedModel, compute: Callable[[nn.Module, LayerCall], Tensor]) -> Iterator[None]:
     """Compute attention calls by `compute` in the `with` block, with boolean masks; passes raise as `read_call`.
 
+    Calls that attend to layers instead of tokens (`DEPTH_ATTENTION`) are left to transformers.
+
     Args:
         compute: function (attention module, call) -> output (B, H, T, V).
     """
 
     def function(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, None]:
+        if type(module).__name__.endswith(DEPTH_ATTENTION):
+            return AttentionInterface._global_mapping["sdpa"](module, *args, **options)
         layer = read_call(module, *args, **options)
         return compute(module, layer).to(layer.value_BGSV.dtype).transpose(1, 2).contiguous(), None
 

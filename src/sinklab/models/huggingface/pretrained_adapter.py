@@ -17,17 +17,26 @@ from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.model.position import PositionKind, alibi_terms
-from sinklab.models.families import ROTARY_CLASS, ROTARY_EMBEDDING, SINK_LOGITS, alibi_exponent, family_of, text_config
-from sinklab.models.hooks import NO_CACHE, FirstColumns, evaluating, forward_pass_hooks, hooked
+from sinklab.models.families import (
+    ROTARY_CLASS,
+    ROTARY_EMBEDDING,
+    SINK_LOGITS,
+    alibi_exponent,
+    family_of,
+    looped_layers,
+    text_config,
+)
+from sinklab.models.hooks import NO_BLOCKS, NO_CACHE, FirstColumns, evaluating, forward_pass_hooks, hooked
 from sinklab.models.huggingface import anatomy
 from sinklab.models.huggingface.attention_inputs import attention_modules, replaced_inputs
 from sinklab.models.huggingface.forward_call import CACHE, named_arguments
 from sinklab.models.huggingface.gates import GateLayout, find_gates
-from sinklab.models.huggingface.gguf import is_unpacked
+from sinklab.models.huggingface.gguf import weights_quantised
 from sinklab.models.huggingface.hidden_keys import HiddenKeys
 from sinklab.models.huggingface.interface import attention_computed_by
 from sinklab.models.huggingface.piecewise_loss import fixed_output, forward_loss, has_piecewise_logits
 from sinklab.models.intercept import Compute, Edit
+from sinklab.models.layer_kinds import ranges_text
 from sinklab.models.memory_budget import Sizes, sizes_of_pretrained
 from sinklab.models.native import check_length
 
@@ -56,13 +65,13 @@ class HuggingFaceAdapter:
                 f"measured, and the model type {model.config.model_type!r} is one of them"
             )
         self.module, self.dtype, self.device = model, model.dtype, anatomy.input_device(model)
-        streams = anatomy.residual_streams(model.config)
-        self.blocks: Sequence[nn.Module] = [] if streams > 1 else anatomy.decoder_blocks(model)
+        self.blocks: Sequence[nn.Module] = anatomy.decoder_blocks(model) if anatomy.has_one_stream(model.config) else []
         self.kinds = anatomy.layer_kinds(model.config)
         self.position_table = table = anatomy.learned_positions(model)
         text = text_config(model.config)
         given = len(table) if table is not None else getattr(text, "max_position_embeddings", None)
         self.context = int(given or 2048)
+        self.quantised = weights_quantised(model)
         self.ends = None if table is None else f"its learned positional embeddings end at {len(table)}"
         self._unmoved = frozenset[int]()  # 1-based indices of attention layers without RoPE; set by `fixed_positions`
         self._gate_notes: list[str] = []  # set by `gated`
@@ -184,12 +193,17 @@ class HuggingFaceAdapter:
         return sizes_of_pretrained(self.module.config, matrices=matrices, padded=padded, logits=logits)
 
     def notes(self) -> list[str]:
-        """Return notes on quantised weights and, after `gated`, on gates of an unknown kind."""
-        method = anatomy.quantisation(self.module.config)
-        if method == "gguf" and is_unpacked(self.module):
-            return ["the weights come from a gguf file and are dequantised", *self._gate_notes]
-        quantised = f"the weights are quantised ({method}); dtype is that of the other weights"
-        return [*([quantised] if method else []), *self._gate_notes]
+        """Return notes on quantised weights, on repeated layers and, after `gated`, on gates of an unknown kind."""
+        notes = list[str]()
+        if self.quantised:
+            notes.append(f"the weights are quantised ({self.quantised}); dtype is that of the other weights")
+        elif anatomy.quantisation(self.module.config):
+            notes.append("the weights come from a gguf file and are dequantised")
+        repeated, passes = looped_layers(text_config(self.module.config))
+        if passes > 1:
+            numbered = ranges_text([n + 1 for n in repeated])
+            notes.append(f"layers {numbered} are used {passes} times in a forward pass: each use counts as a layer")
+        return [*notes, *self._gate_notes]
 
     def inseparable(self) -> str | None:
         """Return why attention calls cannot be edited or replaced.
@@ -205,7 +219,7 @@ class HuggingFaceAdapter:
 
     def _why_inseparable(self) -> str | None:
         if not self.blocks or self.module.base_model is self.module:
-            return "its blocks or its LM head could not be found, or it has several residual streams"
+            return f"its LM head could not be found, or {NO_BLOCKS}"
         tokens_1T, calls = self._some_tokens(), 0
 
         def count(layer: LayerCall) -> Tensor:
@@ -359,10 +373,11 @@ class HuggingFaceAdapter:
     def gated(self, receive: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
         """Call `receive(index, gates_BHTX)` for gates on the attention output, found in a trial pass (`find_gates`).
 
-        No gates are found if the model does not use transformers' attention interface.
+        No gates are found if the model does not use transformers' attention interface, or is looped.
         """
         found: dict[int, GateLayout] = {}
-        if self.dispatches:
+        looped = looped_layers(text_config(self.module.config))[1] > 1
+        if self.dispatches and not looped:
             found, self._gate_notes = find_gates(self.module, self.intercepted, lambda: self.run(self._some_tokens()))
         return hooked(
             one.linear.register_forward_hook(lambda *call, n=n, one=one: receive(n, one.read(call[-1])))
