@@ -1,5 +1,6 @@
 """The quantiser by hand and against PyTorch's, and what it leaves alone."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -14,6 +15,7 @@ from families import GROUPED
 from sinklab.assessing.parts.quantisation import (
     LinearMap,
     Quantisation,
+    Setting,
     assess_quantisation,
     linear_maps,
     on_grid,
@@ -21,6 +23,9 @@ from sinklab.assessing.parts.quantisation import (
     quantised_inputs,
     quantised_weight,
     quantised_weights,
+    rotated,
+    to_e4m3,
+    to_nvfp4,
     watched_maxima,
 )
 from sinklab.assessing.reading import PairedReader
@@ -30,8 +35,11 @@ TOKENS, OTHERS = some_tokens(2, 16), some_tokens(3, 12)[2:]
 
 
 @contextmanager
-def quantised(maps: list[LinearMap], weights: Any, activations: Any, maxima: Any, spared: int) -> Iterator[None]:
-    with quantised_weights(maps, weights) as exact, quantised_inputs(maps, exact, activations, maxima, spared):
+def quantised(
+    maps: list[LinearMap], weights: Any, activations: Any, maxima: Any, spared: int, rotate: bool = False
+) -> Iterator[None]:
+    setting = Setting(weights, activations, rotate)
+    with quantised_weights(maps, setting) as exact, quantised_inputs(maps, exact, setting, maxima, spared):
         yield
 
 
@@ -69,7 +77,7 @@ def test_a_last_group_of_weights_may_be_shorter() -> None:
         assert_close(row, by_hand(given[:32].tolist(), 7) + by_hand(given[32:].tolist(), 7), 1e-6)
 
 
-@pytest.mark.parametrize("activations", ["full", "per token", "dynamic per tensor", "static per tensor"])
+@pytest.mark.parametrize("activations", ["full", "int8 per token", "int8 dynamic per tensor", "int8 static per tensor"])
 @pytest.mark.parametrize("spared", [0, 2])
 @torch.no_grad()
 def test_a_map_computes_what_its_quantised_parts_give(activations: Any, spared: int) -> None:
@@ -85,19 +93,19 @@ def test_a_map_computes_what_its_quantised_parts_give(activations: Any, spared: 
     weight = torch.stack([torch.tensor(by_hand(row.tolist(), 127), dtype=torch.float64) for row in before])
     for n in range(2):
         rest = x[n, spared:]
-        if activations == "per token":
+        if activations == "int8 per token":
             rounded = torch.stack([torch.tensor(by_hand(row.tolist(), 127), dtype=torch.float64) for row in rest])
         elif activations == "full":
             rounded = rest
         else:
-            largest = float((other[:, spared:] if activations == "static per tensor" else rest).abs().max())
+            largest = float((other[:, spared:] if activations == "int8 static per tensor" else rest).abs().max())
             rounded = (rest * 127 / largest).round().clamp(-127, 127) * largest / 127
         assert_close(found[n, spared:], rounded @ weight.T + linear.bias, 1e-12)
         assert_close(found[n, :spared], plain[n, :spared], 1e-12)
     assert torch.equal(linear.weight, before)
 
 
-@pytest.mark.parametrize("activations", ["dynamic per tensor", "static per tensor"])
+@pytest.mark.parametrize("activations", ["int8 dynamic per tensor", "int8 static per tensor"])
 @torch.no_grad()
 def test_one_input_of_several_maps_is_rounded_for_each_by_its_own_scale_and_anew_after_a_change(
     activations: Any,
@@ -123,6 +131,73 @@ def test_one_input_of_several_maps_is_rounded_for_each_by_its_own_scale_and_anew
         assert torch.equal(one, alone)
 
 
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+E4M3 = [m * 2.0**-9 for m in range(8)] + [(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)][:-1]
+
+
+def nearest(x: float, values: list[float]) -> float:
+    return math.copysign(min(values, key=lambda value: abs(abs(x) - value)), x)
+
+
+def test_fp8_is_the_nearest_value_of_the_format() -> None:
+    x = torch.randn(400, generator=torch.Generator().manual_seed(4), dtype=torch.float64).exp() - 1
+    largest = x.abs().max() / 2  # half of the largest values are beyond a static scale
+    scale = float(largest) / 448
+    assert max(E4M3) == 448
+    expected = [scale * nearest(float(one) / scale, E4M3) for one in x]
+    assert_close(to_e4m3(x, largest), torch.tensor(expected, dtype=torch.float64), 1e-12)
+    assert float(to_e4m3(torch.zeros(3), torch.zeros(())).abs().max()) == 0
+
+
+def test_nvfp4_is_the_nearest_value_of_the_format_in_blocks_of_16() -> None:
+    x = torch.randn(3, 40, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    x[0, :16] *= 1e6  # its block scale is the largest, and those of the others are as small as they may be
+    x[1, 16:32] = 0
+    whole = float(x.abs().max()) / (6 * 448)
+    expected = []
+    for row in x.tolist():
+        for start in (0, 16, 32):
+            block = row[start : start + 16]
+            scale = nearest(max(2.0**-6, max(map(abs, block)) / 6 / whole), E4M3) * whole
+            expected += [scale * nearest(one / scale, E2M1) for one in block]
+    found = to_nvfp4(x, x.abs().max())
+    assert_close(found.flatten(), torch.tensor(expected, dtype=torch.float64), 1e-12)
+    assert found[1:].abs().max() == 0  # rounded to zero, because the first row has the scale of the tensor
+    assert to_nvfp4(x[1:], x[1:].abs().max()).abs().max() > 0
+
+
+@pytest.mark.parametrize("width", [64, 40, 7])
+def test_a_rotation_keeps_products_and_spreads_a_large_channel(width: int) -> None:
+    matrix = rotated(torch.eye(width, dtype=torch.float64))
+    assert_close(matrix @ matrix.T, torch.eye(width), 1e-12)
+    block = {64: 64, 40: 8, 7: 1}[width]
+    assert_close(matrix[0, :block].abs(), torch.full((block,), block**-0.5, dtype=torch.float64), 1e-12)
+    assert_close(rotated(torch.ones(2, 3, width, dtype=torch.float64)), matrix.sum(0).expand(2, 3, width), 1e-12)
+
+
+@torch.no_grad()
+def test_a_rotated_map_rounds_rotated_weights_and_inputs() -> None:
+    linear = torch.nn.Linear(32, 5, bias=False).double()
+    maps = [LinearMap(linear, block=linear)]
+    x = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    x[..., 3] *= 100
+    before, plain = linear.weight.detach().clone(), linear(x)
+    kinds = ("int8 per channel", "int8 static per tensor")
+    with watched_maxima(maps, 1, rotate=True) as turned, watched_maxima(maps, 1) as maxima:
+        linear(x)
+    assert turned[linear] == rotated(x[:, 1:]).abs().max()
+    assert turned[linear] < maxima[linear] / 2
+    with quantised(maps, *kinds, turned, 1, rotate=True):
+        found = linear(x)
+    with quantised(maps, *kinds, maxima, 1):
+        unrotated = linear(x)
+    weight = quantised_weight(rotated(before), "int8 per channel")
+    assert_close(found[:, 1:], on_grid(rotated(x[:, 1:]), 8, turned[linear]) @ weight.T, 1e-12)
+    assert_close(found[:, :1], plain[:, :1], 1e-12)
+    assert (found - plain).norm() < (unrotated - plain).norm() / 2
+    assert torch.equal(linear.weight, before)
+
+
 def test_all_maps_of_the_blocks_are_quantised_and_put_back() -> None:
     one = small("gate")
     maps = linear_maps(one.blocks)
@@ -130,7 +205,7 @@ def test_all_maps_of_the_blocks_are_quantised_and_put_back() -> None:
     before = [one.weight.clone() for one in maps]
     found = assess_quantisation(one, TOKENS, OTHERS, part_settings(), lambda: None)
     assert all(torch.equal(a, b.weight) for a, b in zip(before, maps, strict=True))
-    assert [setting.name for setting in found.settings][-1] == "int4 weights"
+    assert [setting.name for setting in found.settings][-1] == "nvfp4"
     for setting in found.settings:
         assert setting.everything.kl > 0
         assert setting.due_to_sink == pytest.approx(setting.everything.loss - setting.without_sink.loss)
@@ -201,7 +276,7 @@ def test_opt_is_quantised_although_it_flattens_its_sequences() -> None:
     assert inputs[0].shape == (TOKENS.numel(), 32)
     assert maxima[fc1] == inputs[0].view(*TOKENS.shape, 32)[:, 3:].abs().max()
     T = TOKENS.shape[1]
-    with quantised(maps, "int8 per channel", "dynamic per tensor", {}, T - 1):
+    with quantised(maps, "int8 per channel", "int8 dynamic per tensor", {}, T - 1):
         found = one.hidden(TOKENS)
     assert_close(found[:, :-1], expected[:, :-1], 1e-12)
     assert not torch.allclose(found[:, -1], expected[:, -1], atol=1e-6)

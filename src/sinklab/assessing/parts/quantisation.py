@@ -4,19 +4,28 @@ Activations at a sink position can be hundreds of times as large as those of oth
 with them are then rounded to few steps, or to zero. Every setting is therefore evaluated twice: with all tokens
 quantised, and with the sink positions in full precision and excluded from the scales.
 
-Values are rounded to a grid and remain floating-point numbers:
+Values are rounded to a grid and remain floating-point numbers. Integers:
 
     q(x) = s * clip(round(x / s), -m, m),  s = max |x| / m,  m = 2^(bits - 1) - 1         (symmetric)
 
-The maximum is over the values x that share a scale: for activations, all calibration sequences (static), one sequence
-(dynamic) or one token; for weights, one output channel, or a group of 32 in its row. Only the linear layers of the
-blocks are quantised. Embedding, LM head, norms and the products inside attention are not; SmoothQuant (2211.10438) also
-quantises the latter. Mixture-of-experts models are refused: hooks cannot observe the inputs of the down projections if
-transformers fuses the experts into one tensor, and separate experts process only some of the tokens.
+fp8 is q(x) = s e4m3(x / s) with s = max |x| / 448, where e4m3 rounds to float8 (E4M3) and clips at 448. NVFP4 has
+blocks of 16 values, each with a scale in float8, and a scale S for the whole tensor:
+
+    q(x) = S b e2m1(x / (S b)),  b = e4m3(max |x of the block| / (6 S)),  S = max |x of the tensor| / (6 * 448)
+
+e2m1 rounds to 0, 0.5, 1, 1.5, 2, 3, 4 and 6; b is at least the smallest normal float8, as in torchao.
+
+The maximum is over the values x that share a scale: for activations, all calibration sequences (static; also S), one
+sequence (dynamic) or one token; for weights, one output channel, or a group of 32 in its row. Rotated settings round
+W Q and Q^T x instead of W and x, with Q a random Hadamard matrix (`rotated`), as QuaRot (2404.00456), which merges most
+rotations into the weights. Only the linear layers of the blocks are quantised. Embedding, LM head, norms and the
+products inside attention are not; SmoothQuant (2211.10438) also quantises the latter. Mixture-of-experts models are
+refused: hooks cannot observe the inputs of the down projections if transformers fuses the experts into one tensor, and
+separate experts process only some of the tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -36,23 +45,43 @@ from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
 INT8, INT4 = 8, 4
-GROUP = 32
-Activations = Literal["full", "static per tensor", "dynamic per tensor", "per token"]
-Weights = Literal["int8 per channel", "int4 in groups of 32"]
+GROUP, FP4_BLOCK = 32, 16
+E4M3, E4M3_MAX, E4M3_TINY = torch.float8_e4m3fn, 448.0, 2.0**-6  # the largest value, and the smallest normal one
+E2M1_MAX = 6.0
+Activations = Literal[
+    "full",
+    "int8 static per tensor",
+    "int8 dynamic per tensor",
+    "int8 per token",
+    "int4 per token",
+    "fp8 static per tensor",
+    "nvfp4",
+]
+Weights = Literal["int8 per channel", "int4 in groups of 32", "fp8 per channel", "nvfp4"]
 Maxima = dict[nn.Module, Tensor]
 
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of quantisation: that of weights and of activations, and whether both are rotated before rounding."""
+
+    weights: Weights
+    activations: Activations
+    rotate: bool = False
+
+
 STATIC = "int8 static per tensor"
-SETTINGS: dict[Weights, dict[str, Activations]] = {
-    "int8 per channel": {
-        STATIC: "static per tensor",
-        "int8 dynamic per tensor": "dynamic per tensor",
-        "int8 per token": "per token",
-    },
-    "int4 in groups of 32": {"int4 weights": "full"},
+SETTINGS = {
+    STATIC: Setting("int8 per channel", "int8 static per tensor"),
+    "int8 dynamic per tensor": Setting("int8 per channel", "int8 dynamic per tensor"),
+    "int8 per token": Setting("int8 per channel", "int8 per token"),
+    "int8 static per tensor, rotated": Setting("int8 per channel", "int8 static per tensor", rotate=True),
+    "fp8 static per tensor": Setting("fp8 per channel", "fp8 static per tensor"),
+    "int4 weights": Setting("int4 in groups of 32", "full"),
+    "int4 per token": Setting("int4 in groups of 32", "int4 per token"),
+    "int4 per token, rotated": Setting("int4 in groups of 32", "int4 per token", rotate=True),
+    "nvfp4": Setting("nvfp4", "nvfp4"),
 }
-"""Quantisation of weights -> name of the setting -> quantisation of activations."""
-SHARE_A_SCALE = {"dynamic per tensor": (1, 2), "per token": (2,)}
-"""Axes of the activations (B, T, I) that share a scale; each sequence of a batch has its own scales."""
 CALIBRATED = 4  # maximum number of calibration sequences
 DESTROYED = 10  # multiple of the unchanged loss at which a model counts as destroyed
 DEVIATIONS = 6  # standard deviations from the mean beyond which a value is an outlier (2306.12929)
@@ -63,7 +92,7 @@ class Quantised(ReadDocument):
 
     Attributes:
         name: name of the setting in SETTINGS.
-        weights, activations: quantisation of weights and of activations.
+        weights, activations, rotated: quantisation of weights and of activations, and whether both are rotated.
         everything: loss with all tokens quantised.
         without_sink: loss with the sink positions in full precision and excluded from the scales.
         due_to_sink: loss of `everything` minus loss of `without_sink`.
@@ -73,6 +102,7 @@ class Quantised(ReadDocument):
     name: str
     weights: str
     activations: str
+    rotated: bool = False
     everything: Effect
     without_sink: Effect
     due_to_sink: float
@@ -109,7 +139,7 @@ class Quantisation(AssessPart):
 
     name = "quantisation"
     rank = 2
-    question = "Does the sink make few bits costly?"
+    question = "Does the sink increase the loss of low-bit quantisation?"
     numbers = (
         PartNumber(
             "int8_added",
@@ -146,7 +176,7 @@ class Quantisation(AssessPart):
         calibrated = min(settings.sequences, CALIBRATED)
         tokens_NT, calibration_NT = text.split(settings.sequences, calibrated, settings.length)
         run = partial(assess_quantisation, text.model.adapter, tokens_NT, calibration_NT, settings)
-        return PartJob((1 + 2 * sum(map(len, SETTINGS.values()))) * len(tokens_NT) + 2 * len(calibration_NT), run)
+        return PartJob((1 + 2 * len(SETTINGS)) * len(tokens_NT) + len(calibration_NT), run)
 
     def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
@@ -191,33 +221,33 @@ def assess_quantisation(
     spared = adapter.leading + settings.sink_tokens
     maps = linear_maps(adapter.blocks)
     reader = PairedReader(adapter, tokens_NT, step)
-    maxima: dict[int, Maxima] = {}
-    for skipped in (0, spared):
-        with evaluating(adapter.module), watched_maxima(maps, skipped) as maxima[skipped]:
-            for tokens_T in calibration_NT:
-                adapter.hidden(tokens_T[None].to(adapter.device))
-                step()
+    cases = [(skipped, rotate) for skipped in (0, spared) for rotate in (False, True)]
+    with evaluating(adapter.module), ExitStack() as stack:
+        maxima = {case: stack.enter_context(watched_maxima(maps, *case)) for case in cases}
+        for tokens_T in calibration_NT:
+            adapter.hidden(tokens_T[None].to(adapter.device))
+            step()
     before = reader.unchanged.effect()
     found = []
-    for weights, inputs in SETTINGS.items():
-        with quantised_weights(maps, weights) as exact:
-            for name, activations in inputs.items():
-                effects = []
-                for skipped in (0, spared):
-                    with quantised_inputs(maps, exact, activations, maxima[skipped], skipped):
-                        effects.append(reader.under().effect())
-                everything, without = effects
-                found.append(
-                    Quantised(
-                        name=name,
-                        weights=weights,
-                        activations=activations,
-                        everything=everything,
-                        without_sink=without,
-                        due_to_sink=everything.loss - without.loss,
-                        destroyed=everything.loss >= DESTROYED * before.loss,
-                    )
-                )
+    for name, one in SETTINGS.items():
+        with quantised_weights(maps, one) as exact:
+            effects = []
+            for skipped in (0, spared):
+                with quantised_inputs(maps, exact, one, maxima[skipped, one.rotate], skipped):
+                    effects.append(reader.under().effect())
+        everything, without = effects
+        found.append(
+            Quantised(
+                name=name,
+                weights=one.weights,
+                activations=one.activations,
+                rotated=one.rotate,
+                everything=everything,
+                without_sink=without,
+                due_to_sink=everything.loss - without.loss,
+                destroyed=everything.loss >= DESTROYED * before.loss,
+            )
+        )
     outliers = outliers_by_block(adapter, tokens_NT)
     return Quantisation(**reader.result_fields(), sink_positions=spared, settings=found, outliers=outliers)
 
@@ -250,11 +280,56 @@ def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
     return (x / scale).round().clamp(-steps, steps) * scale
 
 
+def to_e4m3(x: Tensor, largest: Tensor) -> Tensor:
+    """Round x to float8 (E4M3) with scale `largest` / 448, which is broadcast to x; larger values are clipped."""
+    scale = torch.where(largest > 0, largest / E4M3_MAX, 1)
+    return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).to(x.dtype) * scale
+
+
+def to_nvfp4(x: Tensor, largest: Tensor) -> Tensor:
+    """Round x to NVFP4 along its last axis, in blocks of 16 (see the module docstring).
+
+    Args:
+        largest: largest |x| of the tensor, a scalar.
+    """
+    width = x.shape[-1]
+    blocks = F.pad(x, (0, -width % FP4_BLOCK)).unflatten(-1, (-1, FP4_BLOCK))
+    whole = torch.where(largest > 0, largest / (E2M1_MAX * E4M3_MAX), 1)
+    scale = (blocks.abs().amax(-1, keepdim=True) / (E2M1_MAX * whole)).clamp(E4M3_TINY, E4M3_MAX)
+    scale = whole * scale.to(E4M3).to(x.dtype)
+    z = (blocks / scale).clamp(-E2M1_MAX, E2M1_MAX)
+    spacing = 2 ** (z.abs().clamp(min=1).log2().floor() - 1)  # one bit of mantissa; 0.5 below 2
+    return ((z / spacing).round() * spacing * scale).flatten(-2)[..., :width]
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Multiply the last axis by an orthogonal matrix, the same for every x of this width.
+
+    The matrix is diag(random signs) times a normalised Hadamard matrix in blocks of the largest power of two that
+    divides the width.
+    """
+    width = x.shape[-1]
+    size = width & -width
+    signs = torch.randint(2, (width,), generator=torch.Generator().manual_seed(width)) * 2 - 1
+    y = (x * signs.to(x)).unflatten(-1, (-1, size))
+    step = 1
+    while step < size:
+        a, b = y.unflatten(-1, (-1, 2, step)).unbind(-2)
+        y = torch.stack((a + b, a - b), -2).flatten(-3)
+        step *= 2
+    return (y / size**0.5).flatten(-2)
+
+
 def quantised_weight(weight_OI: Tensor, kind: Weights) -> Tensor:
-    """Round a weight (O, I) to int8 per output channel, or to int4 in groups of at most 32 along a row."""
-    if kind == "int8 per channel":
-        return on_grid(weight_OI, INT8, weight_OI.abs().amax(1, keepdim=True))
-    width = weight_OI.shape[1]
+    """Round a weight (O, I) with one scale per output channel, per group of at most 32 in a row, or as NVFP4."""
+    largest_O1, width = weight_OI.abs().amax(1, keepdim=True), weight_OI.shape[1]
+    match kind:
+        case "int8 per channel":
+            return on_grid(weight_OI, INT8, largest_O1)
+        case "fp8 per channel":
+            return to_e4m3(weight_OI, largest_O1)
+        case "nvfp4":
+            return to_nvfp4(weight_OI, largest_O1.amax())
     grouped_OGI = F.pad(weight_OI, (0, -width % GROUP)).unflatten(1, (-1, GROUP))
     return on_grid(grouped_OGI, INT4, grouped_OGI.abs().amax(-1, keepdim=True)).flatten(1)[:, :width]
 
@@ -288,14 +363,18 @@ def linear_maps(blocks: Sequence[nn.Module]) -> list[LinearMap]:
 
 
 @contextmanager
-def watched_maxima(maps: Sequence[LinearMap], skipped: int) -> Iterator[Maxima]:
-    """Yield a dict that collects each layer's largest |x| of the inputs after the first `skipped` positions."""
+def watched_maxima(maps: Sequence[LinearMap], skipped: int, rotate: bool = False) -> Iterator[Maxima]:
+    """Yield a dict that collects each layer's largest |x| of the inputs after the first `skipped` positions.
+
+    Args:
+        rotate: whether x are the rotated inputs.
+    """
     found: Maxima = {}
 
     def entering(module: nn.Module, args: tuple[Any, ...]) -> None:
         rest = unflattened(args[0])[:, skipped:]
         if rest.numel():
-            here = rest.abs().amax()
+            here = (rotated(rest) if rotate else rest).abs().amax()
             found[module] = torch.maximum(found[module], here) if module in found else here
 
     with _unflattening(maps) as unflattened, hooked(one.module.register_forward_pre_hook(entering) for one in maps):
@@ -303,12 +382,12 @@ def watched_maxima(maps: Sequence[LinearMap], skipped: int) -> Iterator[Maxima]:
 
 
 @contextmanager
-def quantised_weights(maps: Sequence[LinearMap], weights: Weights) -> Iterator[dict[nn.Module, Tensor]]:
+def quantised_weights(maps: Sequence[LinearMap], setting: Setting) -> Iterator[dict[nn.Module, Tensor]]:
     """Quantise the weights of the layers in the `with` block, and restore them on exit; yields the original weights."""
     exact = {one.module: one.weight.clone() for one in maps}
     try:
         for one in maps:
-            one.weight.copy_(quantised_weight(one.weight, weights))
+            one.weight.copy_(quantised_weight(rotated(one.weight) if setting.rotate else one.weight, setting.weights))
         yield exact
     finally:
         for one in maps:
@@ -317,7 +396,7 @@ def quantised_weights(maps: Sequence[LinearMap], weights: Weights) -> Iterator[d
 
 @contextmanager
 def quantised_inputs(
-    maps: Sequence[LinearMap], weights: dict[nn.Module, Tensor], activations: Activations, maxima: Maxima, spared: int
+    maps: Sequence[LinearMap], weights: dict[nn.Module, Tensor], setting: Setting, maxima: Maxima, spared: int
 ) -> Iterator[None]:
     """Quantise the inputs of the linear layers in the `with` block.
 
@@ -336,7 +415,8 @@ def quantised_inputs(
         exact[module] = x_BTI[:, :spared]
         # q, k and v often share an input, as do gate and up: the last result is reused unless x was modified in place
         if last is None or x is not last[0] or x._version != last[1] or (largest is not None and largest != last[2]):
-            rounded_BTI = _rounded(x_BTI[:, spared:], activations, largest)
+            rest_BTI = rotated(x_BTI[:, spared:]) if setting.rotate else x_BTI[:, spared:]
+            rounded_BTI = _rounded(rest_BTI, setting.activations, largest)
             last = x, x._version, largest, torch.cat((exact[module], rounded_BTI), 1).view_as(x)
         return (last[-1],)
 
@@ -374,10 +454,21 @@ def _unflattening(maps: Sequence[LinearMap]) -> Iterator[Callable[[Tensor], Tens
         yield unflattened
 
 
-def _rounded(x_BTI: Tensor, activations: Activations, largest: Tensor | None) -> Tensor:
-    if activations == "full" or not x_BTI.numel():
+def _rounded(x_BTI: Tensor, kind: Activations, largest: Tensor | None) -> Tensor:
+    """Round activations; `largest` is that of the calibration, for static scales."""
+    if kind == "full" or not x_BTI.numel():
         return x_BTI
-    if activations in SHARE_A_SCALE:
-        largest = x_BTI.abs().amax(SHARE_A_SCALE[activations], keepdim=True)
+    match kind:
+        case "int8 dynamic per tensor":
+            return on_grid(x_BTI, INT8, x_BTI.abs().amax((1, 2), keepdim=True))  # of each sequence
+        case "int8 per token":
+            return on_grid(x_BTI, INT8, x_BTI.abs().amax(2, keepdim=True))
+        case "int4 per token":
+            return on_grid(x_BTI, INT4, x_BTI.abs().amax(2, keepdim=True))
     assert largest is not None, "static scales require the maxima of a calibration"
+    match kind:
+        case "fp8 static per tensor":
+            return to_e4m3(x_BTI, largest)
+        case "nvfp4":
+            return to_nvfp4(x_BTI, largest)
     return on_grid(x_BTI, INT8, largest)
