@@ -9,6 +9,7 @@ import yaml
 from sampling import one_in
 
 from sinklab.attention.config import kinds_of
+from sinklab.commands.terminal.plans import settings_of
 from sinklab.data.prepare import prepare
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import SinklabError
@@ -16,7 +17,7 @@ from sinklab.interventions import CHOICES, NEUTRAL, NOT_INTERVENTIONS, VARIANTS,
 from sinklab.model.config import ModelConfig
 from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
-from sinklab.train.recipe import Recipe, build_recipe
+from sinklab.train.recipe import Recipe, build_recipe, load_recipe
 
 BASE = {
     "model": {"layers": 2, "width": 32, "heads": 2, "ffn_width": 48, "context": 32},
@@ -130,6 +131,13 @@ def test_every_kind_of_every_choice_is_a_variant_that_is_trained() -> None:
         used |= {model.mixer.kind, model.value_residual.kind}
         used |= {attention.operation.kind, attention.bias.kind, attention.mask.kind}
     assert {row.kind for row in catalogue() if row.kind is not None} <= used
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_is_printed_as_settings_that_give_its_recipe(name: str, tmp_path: Path) -> None:
+    base = tmp_path / "base.yaml"
+    base.write_text(yaml.safe_dump(BASE), encoding="utf-8")
+    assert load_recipe(str(base), settings_of(VARIANTS[name].overlay)) == build_recipe(BASE, VARIANTS[name].overlay)
 
 
 def test_no_two_kinds_give_an_example_the_same_name() -> None:

@@ -148,7 +148,13 @@ def export(
 
 
 @with_options
-def interventions(as_json: Json = False) -> None:
+def interventions(
+    variants: Annotated[
+        bool,
+        option(OUTPUT, "List the variants that cells of experiment files can name, with their --set values, instead."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """List the recipe keys that change a model or its training, with allowed, default and neutral values.
 
     A key at its neutral value has no effect on training. Not every key has a known neutral value.
@@ -157,9 +163,13 @@ def interventions(as_json: Json = False) -> None:
     """
     from dataclasses import asdict
 
-    from sinklab.commands.terminal.plans import print_catalogue
-    from sinklab.interventions import catalogue
+    from sinklab.commands.terminal.plans import print_catalogue, print_variants
+    from sinklab.interventions import VARIANTS, catalogue
 
+    if variants:
+        overlays = {name: one.overlay for name, one in sorted(VARIANTS.items())}
+        print_result(as_json, lambda: overlays, lambda out: print_variants(overlays, out))
+        return
     rows = catalogue()
     print_result(as_json, lambda: [asdict(row) for row in rows], lambda out: print_catalogue(rows, out))
 

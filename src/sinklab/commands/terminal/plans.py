@@ -1,5 +1,6 @@
 """Terminal output of plans: experiments, coverage of the paper, previews, interventions, and estimates."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -15,12 +16,13 @@ from sinklab.experiments.definition import SCALES, Scale
 from sinklab.experiments.paper import Covered
 from sinklab.experiments.shipped import ListedExperiment, jobs_here
 from sinklab.experiments.sweep.preview import Preview
+from sinklab.schema import leaves
 from sinklab.tables import NOTHING, Table, TableColumn, names, numbers, plural
 
 if TYPE_CHECKING:
     from sinklab.data.texts import Estimate
     from sinklab.experiments.passes import ModelChoice, Pass
-    from sinklab.interventions import Intervention
+    from sinklab.interventions import Intervention, Overlay
     from sinklab.train.planning import TrainingPlan
 
 
@@ -164,6 +166,18 @@ def print_catalogue(found: "Iterable[Intervention]", console: Console) -> None:
         name = f"{one.key}={one.kind}" if one.is_kind else f"  {one.key} ({one.kind})" if one.kind else one.key
         rows.append((name, "; ".join(filter(None, notes))))
     print_table(Table("", names("key", "effect"), rows), console)
+
+
+def settings_of(overlay: "Overlay") -> list[str]:
+    """Return an overlay as values of --set: KEY=VALUE with a dotted key and a value in YAML."""
+    values = leaves(overlay, empty=True).items()
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values]
+
+
+def print_variants(overlays: "Mapping[str, Overlay]", console: Console) -> None:
+    """Print a line per variant with its changes to a recipe as values of --set."""
+    rows = [(name, "\n".join(settings_of(overlay))) for name, overlay in overlays.items()]
+    print_table(Table("", names("variant", "--set"), rows), console)
 
 
 def print_plan(plan: "TrainingPlan", console: Console) -> None:
