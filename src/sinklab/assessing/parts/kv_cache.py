@@ -129,7 +129,7 @@ class KVCache(AssessPart):
 
     name = "kv_cache"
     rank = 7
-    question = "Does the sink make a rounded cache costly?"
+    question = "Does the sink increase the loss of a quantised KV cache?"
     on_request = True
     numbers = (
         PartNumber(
