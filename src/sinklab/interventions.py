@@ -114,6 +114,7 @@ VARIANTS: dict[str, Variant] = {
     "weight_decay_half": Variant({"optim": {"weight_decay": 0.5}}),
     "sgd": Variant({"optim": {"name": "sgd", "lr": 0.1, "nesterov": True}}),
     "muon": Variant({"optim": {"name": "muon", "lr": 3e-3}}),
+    "ortho_adam": Variant({"optim": {"name": "ortho_adam", "lr": 3e-3}}),
     "outlier_safe": Variant(
         {"model": {"norm": {"kind": "rmsnorm_single"}, "embedding": "projected"}, "optim": {"name": "muon", "lr": 3e-3}}
     ),

@@ -180,7 +180,7 @@ def test_the_initialisation_key_keeps_earlier_hashes() -> None:
         ("model.attention.mask={kind: window, wide: 3}", "wide: unknown key; allowed here: kind, width"),
         ("model.layers=many", "model.layers: Input should be a valid integer.*'many'"),
         ("model.attention.operation=softplus", "operation: unknown kind 'softplus'; allowed here: softmax, scalable_"),
-        ("optim.name=adam", "optim: unknown name 'adam'; allowed here: adamw, sgd, muon"),
+        ("optim.name=adam", "optim: unknown name 'adam'; allowed here: adamw, sgd, muon, ortho_adam"),
         ("model.heads=5", "model: width 64 is not a multiple of heads 5"),
         ("model.kv_heads=3", "model: heads 4 is not a multiple of kv_heads 3"),
         (

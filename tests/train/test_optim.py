@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from closeness import assert_close
 
 from sinklab.errors import InputError
 from sinklab.model.transformer import Transformer
 from sinklab.train.config import Muon, ScheduleConfig
 from sinklab.train.directory.checkpoint import TrainState, load_checkpoint, save_checkpoint
-from sinklab.train.optim import build_optimizer, hidden_matrices, learning_rate
+from sinklab.train.optim import build_optimizer, hidden_matrices, learning_rate, rotation
 from sinklab.train.recipe import Recipe, build_recipe
 
 SMALL = {
@@ -22,6 +23,7 @@ OPTIMIZERS = [
     {"name": "sgd", "lr": 0.1, "momentum": 0.0},
     {"name": "sgd", "lr": 0.1, "nesterov": True, "weight_decay": 0.01},
     {"name": "muon", "lr": 3e-3},
+    {"name": "ortho_adam", "lr": 3e-3},
 ]
 
 
@@ -102,6 +104,56 @@ def test_a_learning_rate_applies_to_both_parts_of_muon() -> None:
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
+def test_ortho_adam_is_adamw_of_rotated_weights() -> None:
+    """Weight decay commutes with a rotation; rotations of both axes are one Kronecker product of the entries."""
+    wanted = recipe({"name": "ortho_adam", "lr": 3e-3, "weight_decay": 0.2})
+    ours, theirs = Transformer(wanted.model).double(), Transformer(wanted.model).double()
+    optimizer = build_optimizer(ours, wanted.optim)
+    rotations, turned = [], []
+    for number, weight in enumerate(theirs.parameters()):
+        whole = torch.ones(1, 1, dtype=torch.float64)
+        for axis, length in enumerate(weight.shape):
+            matrix = rotation(number, axis, length)
+            assert matrix is not None
+            whole = torch.kron(whole, matrix.double())
+        rotations.append(whole)
+        turned.append(torch.nn.Parameter(whole @ weight.detach().flatten()))
+    adamw = torch.optim.AdamW(turned, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.2)
+    for number in range(4):
+        step(ours, optimizer, number)
+        batch = torch.randint(31, (4, 17), generator=torch.Generator().manual_seed(number))
+        theirs.loss(batch).backward()
+        for weight, whole, other in zip(theirs.parameters(), rotations, turned, strict=True):
+            assert weight.grad is not None
+            other.grad = whole @ weight.grad.flatten()
+        adamw.step()
+        theirs.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for weight, whole, other in zip(theirs.parameters(), rotations, turned, strict=True):
+                weight.copy_((whole.T @ other).view_as(weight))
+    expected = dict(theirs.named_parameters())
+    for name, weight in ours.named_parameters():
+        assert_close(weight, expected[name].detach(), 1e-5, name)
+
+
+def test_rotations_are_orthogonal_and_differ_between_parameters_and_axes() -> None:
+    first, second, third = rotation(0, 0, 24), rotation(0, 1, 24), rotation(1, 0, 24)
+    assert first is not None
+    assert_close(first @ first.T, torch.eye(24), 1e-5)
+    for other in (second, third):
+        assert other is not None
+        assert not torch.allclose(first, other)
+    again = rotation(0, 0, 24)
+    assert again is not None
+    assert torch.equal(first, again)
+    assert rotation(0, 0, 4097) is None
+
+
+def test_ortho_adam_is_refused_with_sharded_gradients() -> None:
+    with pytest.raises(InputError, match=r"ortho_adam requires whole gradients: set train\.parallel to ddp"):
+        build_recipe(SMALL, {"optim": {"name": "ortho_adam"}, "train": {"parallel": "fsdp"}})
+
+
 def test_values_of_the_default_optimizer_need_no_name() -> None:
     assert build_recipe(SMALL, {"optim": {"lr": 1e-3}}, {"optim": {"name": "adamw"}}).optim.lr == 1e-3
     other = build_recipe(SMALL, {"optim": {"lr": 1e-3}}, {"optim": {"name": "sgd"}}).optim
@@ -111,7 +163,7 @@ def test_values_of_the_default_optimizer_need_no_name() -> None:
 @pytest.mark.parametrize(
     ("optim", "message"),
     [
-        ({"name": "lion"}, "optim.*adamw, sgd, muon"),
+        ({"name": "lion"}, "optim.*adamw, sgd, muon, ortho_adam"),
         ({"name": "sgd", "momentum": 0.0, "nesterov": True}, "nesterov requires a momentum"),
         ({"name": "muon", "beta": 1}, r"optim\.beta: unknown key; allowed here: name, lr, momentum"),
     ],

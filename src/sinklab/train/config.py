@@ -62,7 +62,22 @@ class Muon(Part):
     clip: Clip = 1.0
 
 
-OptimConfig = Annotated[AdamW | Sgd | Muon, Field(discriminator="name")]
+class OrthoAdam(Part):
+    """AdamW with moments of rotated gradients (OrthoAdam, 2410.17174, algorithm 1).
+
+    The gradient is multiplied by a fixed random orthogonal matrix per axis of the parameter, and the step by its
+    transpose. Axes longer than 4,096, such as that of a large vocabulary, are not rotated. Weight decay is AdamW's.
+    """
+
+    name: Literal["ortho_adam"] = "ortho_adam"
+    lr: float = Field(default=4e-4, gt=0, description="peak learning rate")
+    betas: Betas = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0, description="added to the square root of the second moment")
+    weight_decay: float = Field(default=0.1, ge=0, description="decoupled: w -= lr * weight_decay * w")
+    clip: Clip = 1.0
+
+
+OptimConfig = Annotated[AdamW | Sgd | Muon | OrthoAdam, Field(discriminator="name")]
 
 
 class ScheduleConfig(Part):

@@ -3,9 +3,12 @@
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from sinklab.train.config import AdamW, Muon, OptimConfig, ScheduleConfig, Sgd
+from sinklab.train.config import AdamW, Muon, OptimConfig, OrthoAdam, ScheduleConfig, Sgd
+
+LONGEST_ROTATED = 4096
+"""Longest axis of a parameter whose gradient OrthoAdam rotates; its matrix has this number squared of entries."""
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
@@ -26,6 +29,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
             )
         case Muon():
             return MuonAndAdamW(model, config)
+        case OrthoAdam():
+            return RotatedAdamW(model, config)
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -59,6 +64,61 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and name.startswith(("blocks.", "embedding_map", "head_map"))
     ]
+
+
+class RotatedAdamW(torch.optim.Optimizer):
+    """AdamW with moments of rotated gradients (`OrthoAdam`).
+
+    The rotations are not in `state`: they follow from the place of a parameter in the model, its shape and the axis.
+    """
+
+    def __init__(self, model: nn.Module, config: OrthoAdam) -> None:
+        super().__init__(model.parameters(), {"lr": config.lr})
+        self._config = config
+        self._rotations: dict[Tensor, list[Tensor | None]] = {}
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]  # no closure
+        """Do one step."""
+        (beta_1, beta_2), eps, decay = self._config.betas, self._config.eps, self._config.weight_decay
+        for group in self.param_groups:
+            for number, weight in enumerate(group["params"]):
+                if weight.grad is None:
+                    continue
+                if weight not in self._rotations:
+                    found = [rotation(number, axis, length) for axis, length in enumerate(weight.shape)]
+                    self._rotations[weight] = [None if one is None else one.to(weight) for one in found]
+                rotations = self._rotations[weight]
+                gradient, state = _rotated(weight.grad, rotations), self.state[weight]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+                state["step"] += 1
+                first, second, done = state["exp_avg"], state["exp_avg_sq"], state["step"].item()
+                first.lerp_(gradient, 1 - beta_1)
+                second.mul_(beta_2).addcmul_(gradient, gradient, value=1 - beta_2)
+                scaled = (second / (1 - beta_2**done)).sqrt() + eps
+                change = _rotated(first / (1 - beta_1**done) / scaled, rotations, back=True)
+                weight.mul_(1 - group["lr"] * decay).sub_(group["lr"] * change)
+
+
+def rotation(number: int, axis: int, length: int) -> Tensor | None:
+    """Return the orthogonal matrix (length, length), float32, for an axis of a model's `number`-th parameter.
+
+    It is uniformly distributed over the orthogonal group (Mezzadri, 2007), and None for an axis longer than 4,096.
+    """
+    if length > LONGEST_ROTATED:
+        return None
+    generator = torch.Generator().manual_seed(2 * number + axis)
+    q, r = torch.linalg.qr(torch.randn(length, length, generator=generator))
+    return q * r.diagonal().sign()
+
+
+def _rotated(x: Tensor, rotations: list[Tensor | None], back: bool = False) -> Tensor:
+    for axis, matrix in enumerate(rotations):
+        if matrix is not None:
+            x = (x.movedim(axis, -1) @ (matrix if back else matrix.mT)).movedim(-1, axis)
+    return x
 
 
 def _adamw(parameters: list[nn.Parameter], config: AdamW | Muon) -> torch.optim.AdamW:

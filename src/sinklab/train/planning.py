@@ -4,8 +4,8 @@ The memory estimate of a process has these parts:
 
 weights       4 bytes per parameter (float32, also under bf16 autocast); sharded with FSDP
 gradients     4 bytes per parameter, sharded like the weights; unsharded if FSDP accumulates several micro-batches
-optimizer     bytes per parameter: AdamW 8, Muon 4 for its matrices and 8 for the rest, SGD 4 (0 without momentum);
-              sharded like the weights
+optimizer     bytes per parameter: AdamW 8, Muon 4 for its matrices and 8 for the rest, SGD 4 (0 without momentum),
+              OrthoAdam 8 and 4 per entry of its rotations; sharded like the weights
 activations   tensors that autograd saves in the forward pass of a micro-batch. They are measured on the CPU, for each
               kind of layer in a model with the recipe's widths and one layer (two for a linear layer, because the last
               layer has attention). Saved bytes are linear in the sequence length, so two short lengths determine the
@@ -39,10 +39,10 @@ from sinklab.model.loss import WHOLE, rows_per_chunk
 from sinklab.model.transformer import Transformer
 from sinklab.model.values import NoValueResidual
 from sinklab.models.memory_budget import total_bytes
-from sinklab.train.config import Muon, OptimConfig, Sgd
+from sinklab.train.config import Muon, OptimConfig, OrthoAdam, Sgd
 from sinklab.train.directory.run import resolved_precision
 from sinklab.train.flops import Flops, model_flops, peak_flops, shape_of
-from sinklab.train.optim import hidden_matrices
+from sinklab.train.optim import LONGEST_ROTATED, hidden_matrices
 from sinklab.train.recipe import Recipe
 from sinklab.train.world import World
 
@@ -156,7 +156,8 @@ def _optimizer_bytes(model: Transformer, config: OptimConfig) -> int:
     if isinstance(config, Sgd):
         return FLOAT32 * parameters if config.momentum else 0
     matrices = sum(p.numel() for p in hidden_matrices(model)) if isinstance(config, Muon) else 0
-    return FLOAT32 * (2 * parameters - matrices)
+    axes = [n for p in model.parameters() for n in p.shape] if isinstance(config, OrthoAdam) else []
+    return FLOAT32 * (2 * parameters - matrices + sum(n * n for n in axes if n <= LONGEST_ROTATED))
 
 
 def _loss_bytes(config: ModelConfig, positions: int, device: torch.device, bf16: bool) -> int:

@@ -95,6 +95,8 @@ class Recipe(Part):
             raise ValueError(
                 f"schedule.min_lr {self.schedule.min_lr} exceeds optim.lr {self.optim.lr}: set schedule.min_lr too"
             )
+        if self.optim.name == "ortho_adam" and self.train.parallel == "fsdp":
+            raise ValueError("optim.name ortho_adam requires whole gradients: set train.parallel to ddp")
         return self
 
     def content_hash(self, data_fingerprint: str) -> str:
