@@ -243,9 +243,7 @@ def readme(summary: Summary, provenance: Sequence[tuple[str, str]], folder: str)
 def _glance(summary: Summary) -> Table | None:
     """Make the table of the paper's statements with a claim in the sweep; None if there are none."""
     rows = []
-    for place, line in enumerate(glance([Sweep(Path(), summary, Path())]), 1):
-        if not line.parts:
-            continue
+    for line in glance([Sweep(Path(), summary, Path())]):
         ours, verdicts = [], []
         for part in line.parts:
             claim = part.claim
@@ -255,7 +253,7 @@ def _glance(summary: Summary) -> Table | None:
             verdicts.append(f"{claim.verdict_said} at {claim.scale} ({claim.experiment}.{claim.id}{kind}{beside})")
         statement = line.statement
         rows.append(
-            (str(place), statement.says, statement.paper, "\n".join(ours), "\n".join(verdicts), statement.caveat)
+            (str(line.number), statement.says, statement.paper, "\n".join(ours), "\n".join(verdicts), statement.caveat)
         )
     columns = names("", "statement", "the paper (% of heads)", "our values, every seed", "verdict", "caveat")
     return Table("The paper at a glance", columns, rows) if rows else None

@@ -30,6 +30,7 @@ import sinklab
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import JudgedClaim, verdict_counts
+from sinklab.experiments.paper import statements
 from sinklab.experiments.verdicts import RULE
 from sinklab.experiments.verdicts.counts import remarks_on_counts
 from sinklab.files import cache_folder, write_text, written_aside
@@ -142,6 +143,7 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
             claims=data.claims,
             verdicts=_verdict_counts(data),
             lines=lines,
+            unstated=[f"{n} {one.says}" for n, one in enumerate(statements(), 1) if n not in {x.number for x in lines}],
             forests=compared,
             origins=origins(data.sweeps),
             rule=RULE,

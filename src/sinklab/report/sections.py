@@ -34,27 +34,26 @@ class GlancePart:
 
 @dataclass(frozen=True)
 class GlanceLine:
-    """A statement of the paper with its claims in all sweeps; without claims, it is shown as not run."""
+    """A statement of the paper, numbered from 1, with its claims in all sweeps."""
 
+    number: int
     statement: PaperStatement
     parts: Sequence[GlancePart]
 
 
 def glance(sweeps: Sequence[Sweep]) -> list[GlanceLine]:
-    """Collect the paper's statements with their claims; empty if no sweep has such a claim."""
+    """Collect the paper's statements that have claims in the sweeps."""
     keys = {(sweep.top, name): key for sweep, name, key in with_keys(sweeps)}
-    lines = [
-        GlanceLine(
-            statement,
-            [
-                GlancePart(claim, _numbers_by_seed(one.summary, claim), keys.get((one.top, claim.experiment), ""))
-                for one in sweeps
-                for claim in one.summary.claims_named(statement.claims)
-            ],
-        )
-        for statement in statements()
-    ]
-    return lines if any(line.parts for line in lines) else []
+    lines = []
+    for place, statement in enumerate(statements(), 1):
+        parts = [
+            GlancePart(claim, _numbers_by_seed(one.summary, claim), keys.get((one.top, claim.experiment), ""))
+            for one in sweeps
+            for claim in one.summary.claims_named(statement.claims)
+        ]
+        if parts:
+            lines.append(GlanceLine(place, statement, parts))
+    return lines
 
 
 def _numbers_by_seed(summary: Summary, claim: JudgedClaim) -> list[tuple[str, str]]:
