@@ -15,7 +15,7 @@ from families import GROUPED
 from sinklab.assessing.parts.quantisation import (
     LinearMap,
     Quantisation,
-    Setting,
+    Rounding,
     assess_quantisation,
     linear_maps,
     on_grid,
@@ -38,7 +38,7 @@ TOKENS, OTHERS = some_tokens(2, 16), some_tokens(3, 12)[2:]
 def quantised(
     maps: list[LinearMap], weights: Any, activations: Any, maxima: Any, spared: int, rotate: bool = False
 ) -> Iterator[None]:
-    setting = Setting(weights, activations, rotate)
+    setting = Rounding(weights, activations, rotate)
     with quantised_weights(maps, setting) as exact, quantised_inputs(maps, exact, setting, maxima, spared):
         yield
 

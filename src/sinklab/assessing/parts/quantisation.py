@@ -62,8 +62,8 @@ Maxima = dict[nn.Module, Tensor]
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A setting of quantisation: that of weights and of activations, and whether both are rotated before rounding."""
+class Rounding:
+    """How weights and activations are rounded, and whether both are rotated before."""
 
     weights: Weights
     activations: Activations
@@ -72,15 +72,15 @@ class Setting:
 
 STATIC = "int8 static per tensor"
 SETTINGS = {
-    STATIC: Setting("int8 per channel", "int8 static per tensor"),
-    "int8 dynamic per tensor": Setting("int8 per channel", "int8 dynamic per tensor"),
-    "int8 per token": Setting("int8 per channel", "int8 per token"),
-    "int8 static per tensor, rotated": Setting("int8 per channel", "int8 static per tensor", rotate=True),
-    "fp8 static per tensor": Setting("fp8 per channel", "fp8 static per tensor"),
-    "int4 weights": Setting("int4 in groups of 32", "full"),
-    "int4 per token": Setting("int4 in groups of 32", "int4 per token"),
-    "int4 per token, rotated": Setting("int4 in groups of 32", "int4 per token", rotate=True),
-    "nvfp4": Setting("nvfp4", "nvfp4"),
+    STATIC: Rounding("int8 per channel", "int8 static per tensor"),
+    "int8 dynamic per tensor": Rounding("int8 per channel", "int8 dynamic per tensor"),
+    "int8 per token": Rounding("int8 per channel", "int8 per token"),
+    "int8 static per tensor, rotated": Rounding("int8 per channel", "int8 static per tensor", rotate=True),
+    "fp8 static per tensor": Rounding("fp8 per channel", "fp8 static per tensor"),
+    "int4 weights": Rounding("int4 in groups of 32", "full"),
+    "int4 per token": Rounding("int4 in groups of 32", "int4 per token"),
+    "int4 per token, rotated": Rounding("int4 in groups of 32", "int4 per token", rotate=True),
+    "nvfp4": Rounding("nvfp4", "nvfp4"),
 }
 CALIBRATED = 4  # maximum number of calibration sequences
 DESTROYED = 10  # multiple of the unchanged loss at which a model counts as destroyed
@@ -382,7 +382,7 @@ def watched_maxima(maps: Sequence[LinearMap], skipped: int, rotate: bool = False
 
 
 @contextmanager
-def quantised_weights(maps: Sequence[LinearMap], setting: Setting) -> Iterator[dict[nn.Module, Tensor]]:
+def quantised_weights(maps: Sequence[LinearMap], setting: Rounding) -> Iterator[dict[nn.Module, Tensor]]:
     """Quantise the weights of the layers in the `with` block, and restore them on exit; yields the original weights."""
     exact = {one.module: one.weight.clone() for one in maps}
     try:
@@ -396,7 +396,7 @@ def quantised_weights(maps: Sequence[LinearMap], setting: Setting) -> Iterator[d
 
 @contextmanager
 def quantised_inputs(
-    maps: Sequence[LinearMap], weights: dict[nn.Module, Tensor], setting: Setting, maxima: Maxima, spared: int
+    maps: Sequence[LinearMap], weights: dict[nn.Module, Tensor], setting: Rounding, maxima: Maxima, spared: int
 ) -> Iterator[None]:
     """Quantise the inputs of the linear layers in the `with` block.
 
