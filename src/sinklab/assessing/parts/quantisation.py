@@ -63,7 +63,7 @@ Maxima = dict[nn.Module, Tensor]
 
 @dataclass(frozen=True)
 class Rounding:
-    """How weights and activations are rounded, and whether both are rotated before."""
+    """Quantisation of weights and of activations; if `rotate` is True, both are rotated before rounding."""
 
     weights: Weights
     activations: Activations
