@@ -5,6 +5,7 @@ import re
 import pytest
 from test_coverage import stated_claims
 
+from benchmarks import effects
 from benchmarks.committed import README, committed_summaries, readme_with, statement_table
 from sinklab.experiments.definition import SCALES
 from sinklab.experiments.paper import PaperStatement, statements
@@ -58,3 +59,7 @@ def test_the_readme_has_the_verdicts_of_the_committed_results() -> None:
     text = README.read_text("utf-8")
     assert text == readme_with(text, statement_table(committed_summaries()))
     assert "| claims at tiny |" in text
+
+
+def test_the_page_of_effects_has_the_values_of_the_committed_results() -> None:
+    assert effects.PAGE.read_text("utf-8") == effects.page()

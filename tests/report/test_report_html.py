@@ -46,11 +46,8 @@ def lab_page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     return Page(write_report([lab]).read_text(encoding="utf-8"))
 
 
-def test_the_page_says_what_was_done_and_how_each_claim_came_out(lab_page: Page) -> None:
+def test_the_page_says_what_was_done(lab_page: Page) -> None:
     assert "Three models were trained for 2,000 steps" in lab_page.text
-    badges = [a["class"] for tag, a in lab_page.elements if tag == "li" and "class" in a]
-    assert badges == ["reproduced", "contradicted", "inconclusive"]
-    assert "bias 21.9 %, first token 0.0 %" in lab_page.text
 
 
 def test_the_page_gives_mean_and_spread_over_seeds(lab_page: Page) -> None:

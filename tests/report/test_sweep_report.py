@@ -9,7 +9,6 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from report_fixtures import make_lab
 from rich.console import Console
 from sweep_fixtures import CELLS, EXPERIMENTS, MadeCell, make_sweep
 from table_texts import table_texts
@@ -298,9 +297,3 @@ def test_the_terminal_shows_ours_beside_the_papers_and_the_verdicts(sweep_folder
     ):
         assert said in text
     assert re.search(r"softmax +3 +1\d\.\d \[\d+\.\d, \d+\.\d\]", text)
-
-
-def test_a_lab_of_the_version_before_is_shown_as_it_was(tmp_path: Path) -> None:
-    data = collect([make_lab(tmp_path / "lab")])
-    assert data.sweeps == []
-    assert len(data.claims) == 3

@@ -118,7 +118,7 @@ def make_measurement(
 
 
 def make_lab(path: Path, seeds: int = 1, hostile: bool = False) -> Path:
-    """A lab directory: three cells, its summary with claims."""
+    """A lab directory: three cells, its summary."""
     names = dict(zip(LAB, [HOSTILE if hostile else "softmax", "K biases", "sigmoid"], strict=True))
     for cell, final in LAB.items():
         for seed in range(seeds):
@@ -128,18 +128,8 @@ def make_lab(path: Path, seeds: int = 1, hostile: bool = False) -> Path:
         cell: {"sink_rate": [final[0]], "sink_rate_bias": final[1], "valid_loss": final[3], "seeds": seeds}
         for cell, final in LAB.items()
     }
-    claims = [
-        claim("softmax_sink", "A softmax model puts a sink on the first token.", "reproduced", "Sink₁ 8.6 % ≥ 5 %"),
-        claim("k_bias", "Key biases take the sink.", "contradicted", "bias 21.9 %, first token 0.0 %"),
-        claim("sigmoid", HOSTILE if hostile else "Sigmoid has no sink.", "inconclusive", "one seed only"),
-    ]
-    write(path / "summary.json", {"cells": cells, "claims": claims})
+    write(path / "summary.json", {"cells": cells, "claims": []})
     return path
-
-
-def claim(name: str, text: str, verdict: str, evidence: str) -> dict[str, str]:
-    """One claim of summary.json."""
-    return {"id": name, "text": text, "verdict": verdict, "evidence": evidence}
 
 
 def norm_ratios(highest: float, layers: int = LAYERS) -> list[float]:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, StrictInt, ValidationError
 
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.errors import InputError, SinklabError, cause
-from sinklab.experiments.documents import SUMMARY, CellSummary, JudgedClaim, Summary, read_record
+from sinklab.experiments.documents import SUMMARY, CellSummary, Summary, read_record
 from sinklab.experiments.sweep.packed import is_packed
 from sinklab.files import parse_json, parse_yaml
 from sinklab.measuring.statistics.highest import later_sink_text
@@ -72,7 +72,6 @@ def collect(dirs: list[Path]) -> ReportData:
     if not dirs:
         raise InputError("no directory given: pass the directory of a run, measurement, assessment or sweep.")
     runs: list[ReportedRun] = []
-    claims: list[JudgedClaim] = []
     cells: dict[str, CellSummary] = {}
     sweeps: list[Sweep] = []
     for top in dirs:
@@ -86,7 +85,6 @@ def collect(dirs: list[Path]) -> ReportData:
         found, known = _runs_of(top, summary)
         prefix = _free_prefix(top, {*known, *(run.cell for run in found)}, {*cells, *(run.cell for run in runs)})
         runs += [replace(run, cell=prefix + run.cell) for run in found]
-        claims += [claim for claim in summary.claims if claim.experiment not in summary.experiments]
         cells |= {prefix + name: cell for name, cell in known.items()}
     repeat = "Rerun the command that wrote it, or remove the file."
     suites = [
@@ -106,7 +104,7 @@ def collect(dirs: list[Path]) -> ReportData:
         for path in sorted(top.rglob(ASSESSMENT))
         if not any(path.is_relative_to(run) for run in swept)
     ]
-    data = ReportData(dirs, runs, claims, cells, suites, sweeps, assessed)
+    data = ReportData(dirs, runs, cells, suites, sweeps, assessed)
     order = {cell: index for index, cell in enumerate(data.cells)}
     runs.sort(key=lambda run: (order[run.cell], run.seed or 0, str(run.path)))
     return data

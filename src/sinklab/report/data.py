@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sinklab.assessing.assessment import Assessment
 from sinklab.errors import InputError
-from sinklab.experiments.documents import CellSummary, JudgedClaim
+from sinklab.experiments.documents import CellSummary
 from sinklab.report.sweeps import Sweep, value_text
 from sinklab.schema import leaves
 from sinklab.survey.suites import FamilyMember, MeasuredCheckpoint, SuiteDocument
@@ -140,7 +140,6 @@ class ReportData:
         dirs: directories of the results.
         runs: training runs and measurements, ordered by cell (as in `cells`), then by seed. Runs of packed sweeps and
             of sweeps of several experiments are only in `sweeps`.
-        claims: claims of summaries that do not list the claim's experiment. All other claims are in `sweeps`.
         summary_cells: cells of the summaries by name, without those of packed sweeps and of sweeps of several
             experiments. If an earlier directory already uses one of a directory's names, all of its cells and runs are
             named `DIRECTORY/CELL`.
@@ -151,7 +150,6 @@ class ReportData:
 
     dirs: list[Path]
     runs: list[ReportedRun]
-    claims: list[JudgedClaim] = field(default_factory=list)
     summary_cells: dict[str, CellSummary] = field(default_factory=dict)
     suites: list[Suite] = field(default_factory=list)
     sweeps: list[Sweep] = field(default_factory=list)

@@ -123,7 +123,6 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
         *_anchors(groups),
         *_anchors(leading),
         *((one.key, one.title) for one in explored),
-        *([("claims", "Claims")] if data.claims else []),
         *_anchors([*tables, *drawn[len(leading) :], *every_change]),
     ]
     specs = {
@@ -140,7 +139,6 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
             mark=Markup(REPORT_MARK),
             headline=lead(data),
             contents=contents,
-            claims=data.claims,
             verdicts=_verdict_counts(data),
             lines=lines,
             unstated=[f"{n} {one.says}" for n, one in enumerate(statements(), 1) if n not in {x.number for x in lines}],
@@ -322,10 +320,10 @@ def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int
 
     Scales whose claims are all references are omitted.
     """
-    claims = [*data.claims, *(claim for sweep in data.sweeps for claim in sweep.summary.claims if claim.experiment)]
     by_scale: dict[str, list[JudgedClaim]] = {}
-    for claim in claims:
-        by_scale.setdefault(claim.scale, []).append(claim)
+    for sweep in data.sweeps:
+        for claim in sweep.summary.claims:
+            by_scale.setdefault(claim.scale, []).append(claim)
     counts = [(scale, verdict_counts(of), remarks_on_counts(of)) for scale, of in by_scale.items()]
     return [(scale, found, remarks) for scale, found, remarks in counts if found]
 

@@ -46,14 +46,12 @@ SHARES = ("acc", "exact_match")
 
 
 def print_report(data: ReportData, console: Console) -> None:
-    """Print the tables of runs and suites, the notes, each experiment with its claims, and then the other claims."""
+    """Print the tables of runs and suites, the notes, and each experiment with its claims."""
     for table in [*([cells_table(data, curves=True)] if data.cells else []), *result_tables.suite_tables(data)]:
         print_table(table, console)
     print_notes([f"{name}: {note}" for name, note in data.notes], console)
     for sweep in data.sweeps:
         print_summary(sweep.summary, sweep.summary.experiments, console)
-    if data.claims:
-        print_claims(data.claims, console)
 
 
 def print_claims(claims: Sequence[JudgedClaim], console: Console) -> None:
