@@ -50,16 +50,6 @@ def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
         np.testing.assert_array_equal(getattr(loaded, name), getattr(saved, name))
 
 
-def test_files_of_before_there_was_a_ratio_to_uniform_attention_have_it_when_they_are_read(tmp_path: Path) -> None:
-    saved = made_measurement()
-    saved.save(tmp_path)
-    path = tmp_path / "measurement.json"
-    document = json.loads(path.read_text())
-    del document["uniform_ratio"]
-    path.write_text(json.dumps(document))
-    assert Measurement.load(tmp_path).uniform_ratio == pytest.approx(saved.uniform_ratio, rel=1e-5)
-
-
 def test_one_token_has_neither_loss_nor_ratios() -> None:
     single = made_measurement(length=1)
     assert single.loss is None

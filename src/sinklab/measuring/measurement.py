@@ -22,7 +22,6 @@ from sinklab.measuring.activations import MassiveActivation
 from sinklab.measuring.explored import Explored
 from sinklab.measuring.findings import Ablation, Mixing, Propositions
 from sinklab.measuring.frames import TABLES, Columns, TableName, data_frame, write_csv, write_parquet
-from sinklab.measuring.metrics import uniform_ratio_of_means
 from sinklab.measuring.options import Inputs
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import Percent
@@ -314,8 +313,6 @@ class Measurement(WithArrays):
     def load(cls, folder: Path | str) -> "Measurement":
         """Load a measurement written by `save`.
 
-        In older files without `uniform_ratio`, it is computed from the mean importance.
-
         Raises:
             InputError: if a file is missing, cannot be read or is invalid, or the two files do not match.
         """
@@ -330,8 +327,6 @@ class Measurement(WithArrays):
             for name, part in (("details", Details), ("explored", Explored)):
                 if document.get(name):
                     document[name] = {**document[name], **part.found_in(arrays)}
-            if "uniform_ratio" not in document and "importance" in arrays:  # older files
-                document["uniform_ratio"] = uniform_ratio_of_means(arrays["importance"])
             return cls.model_validate({**document, **cls.found_in(arrays)})
         except FileNotFoundError as error:
             raise InputError(f"{advice}: {Path(error.filename).name} is missing") from error

@@ -5,7 +5,6 @@ N or B sequences, L layers, H heads, T positions. Arrays are 0-based; position 1
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,17 +23,6 @@ def uniform_importance(queries_B: Tensor, length: int) -> Tensor:
     shares_BT = torch.where(left_BT > 0, 1 / t_T, 0)
     sums_BT = shares_BT.flip(-1).cumsum(-1).flip(-1)
     return torch.where(left_BT > 0, sums_BT / left_BT.clamp(min=1), 1)
-
-
-def uniform_ratio_of_means(importance_LHT: np.ndarray) -> list[float]:
-    """Return alpha, mean over layers and heads, divided by its value under uniform attention, by position (T).
-
-    Args:
-        importance_LHT: alpha, mean over sequences of equal length T.
-    """
-    length = importance_LHT.shape[-1]
-    uniform_T = uniform_importance(torch.tensor([length]), length)[0].numpy()
-    return (importance_LHT.mean((0, 1), dtype=np.float64) / uniform_T).tolist()
 
 
 def sink_hits(importance_LNHT: Tensor, eps: float, valid_NT: Tensor) -> Tensor:
