@@ -8,10 +8,15 @@ import torch
 from assessed import ASSESSED, small, some_tokens
 from closeness import assert_close
 from sampling import one_in
-from streaming_reference import Policy, first_and_recent, heavy_hitters, streamed
+from streaming_reference import Policy, distinct_keys, first_and_recent, heavy_hitters, latest_attention, streamed
 
 from sinklab.assessing.parts import eviction
-from sinklab.assessing.parts.eviction import keep_heavy_hitters, keep_random_keys
+from sinklab.assessing.parts.eviction import (
+    keep_distinct_keys,
+    keep_heavy_hitters,
+    keep_latest_attention,
+    keep_random_keys,
+)
 from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.assessing.reading import PairedReader, changed_attention
 from sinklab.attention.layer_call import LayerCall
@@ -60,6 +65,21 @@ def test_heavy_hitters_are_those_of_a_cache_that_is_kept_token_by_token(variant:
     )
 
 
+@pytest.mark.parametrize("variant", ["softmax", "grouped keys", "sigmoid", "k biases", "sink token", "differential v2"])
+@pytest.mark.parametrize("budget", [6, 2])
+def test_keys_by_latest_attention_are_those_of_a_cache_that_is_kept_token_by_token(variant: str, budget: int) -> None:
+    compare(small(variant), partial(keep_latest_attention, budget=budget), latest_attention(budget), in_cache=False)
+
+
+@pytest.mark.parametrize("variant", ["softmax", "grouped keys", "sigmoid", "k biases", "sink token"])
+@pytest.mark.parametrize("budget", [6, 3])  # two unit keys have the same cosine to their mean
+def test_distinct_keys_are_those_of_a_cache_that_is_kept_token_by_token(variant: str, budget: int) -> None:
+    one = small(variant)
+    config = one.module.config
+    turned = config.rotary_width if config.position.kind == "rotary" else 0
+    compare(one, partial(keep_distinct_keys, budget=budget), distinct_keys(budget, turned), in_cache=False)
+
+
 @pytest.mark.parametrize("variant", ["grouped keys", "k biases"])
 def test_where_all_attention_was_on_evicted_keys_heavy_hitters_are_computed_anew(
     variant: str, monkeypatch: pytest.MonkeyPatch
@@ -71,8 +91,8 @@ def test_where_all_attention_was_on_evicted_keys_heavy_hitters_are_computed_anew
 def test_a_cache_as_long_as_the_text_gives_the_ordinary_loss() -> None:
     reader = PairedReader(small(), some_tokens())
     before = reader.unchanged.effect()
-    policies = (partial(keep_heavy_hitters, budget=20), partial(keep_random_keys, budget=20, seed=1))
-    for edit in (RollingCache(20, 0), RollingCache(20, 4), *policies):
+    whole = (partial(keep, budget=20) for keep in (keep_heavy_hitters, keep_latest_attention, keep_distinct_keys))
+    for edit in (RollingCache(20, 0), RollingCache(20, 4), *whole, partial(keep_random_keys, budget=20, seed=1)):
         after = reader.under(edit).effect()
         assert after.loss == pytest.approx(before.loss, rel=1e-9)
         assert after.kl == pytest.approx(0, abs=1e-9)
@@ -102,11 +122,6 @@ def test_keys_outside_a_window_do_not_occupy_the_cache(edit: Edit) -> None:
     before = under(one, lambda layer: layer, tokens)
     assert_close(under(one, edit, tokens), before, 1e-9)
     assert (under(one, partial(keep_heavy_hitters, budget=7), tokens) - before).abs().max() > 1e-3 * before.abs().max()
-
-
-def test_a_cache_keeps_fewer_first_keys_than_it_holds() -> None:
-    with pytest.raises(InputError, match="set 0 or more, below the cache size"):
-        RollingCache(4, 4)
 
 
 def test_kernels_with_rotary_positions_have_none_in_a_cache() -> None:

@@ -23,10 +23,13 @@ class HeadCache:
 
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
-    attention: dict[int, float] = field(default_factory=dict)
+    attention: dict[int, float] = field(
+        default_factory=dict
+    )  # summed over queries, and over heads that share the cache
+    latest: dict[int, float] = field(default_factory=dict)  # of the latest query, summed over all heads of the layer
 
     def keep(self, positions: Sequence[int]) -> None:
-        for store in (self.keys, self.values, self.attention):
+        for store in (self.keys, self.values, self.attention, self.latest):
             for gone in set(store) - set(positions):
                 del store[gone]
 
@@ -50,6 +53,27 @@ def heavy_hitters(size: int, barred: int = 0) -> Policy:
         early = [s for s in held if s <= t - recent and s >= barred]
         early.sort(key=lambda s: -cache.attention[s])
         return late + early[: size - recent]
+
+    return stay
+
+
+def latest_attention(size: int) -> Policy:
+    def stay(cache: HeadCache, t: int) -> list[int]:
+        held = sorted(cache.keys, key=lambda s: -cache.latest[s])
+        return held if len(held) < size else held[: size - 1]
+
+    return stay
+
+
+def distinct_keys(size: int, turned: int) -> Policy:
+    """Keys with the smallest cosine to the mean of all unit keys, after rotation of their last `turned` numbers."""
+
+    def stay(cache: HeadCache, t: int) -> list[int]:
+        keys = {s: last_rotated(key, s, turned) if turned else key for s, key in cache.keys.items()}
+        units = {s: key / key.norm() for s, key in keys.items()}
+        mean = sum(units.values()) / len(units) if units else 0
+        held = sorted(units, key=lambda s: float(torch.cosine_similarity(units[s], mean, dim=0)))  # type: ignore[arg-type]
+        return held if len(held) < size else held[: size - 1]
 
     return stay
 
@@ -109,6 +133,7 @@ def streamed(model: Transformer, tokens_T: Tensor, policy: Policy, in_cache: boo
                 cache.keep(policy(cache, t))
                 cache.keys[t], cache.values[t], cache.attention[t] = keys[g], values[g], 0.0
             outputs = []
+            latest: dict[int, float] = {}
             for h in range(heads):
                 cache = layer[h * groups // heads]
                 held = sorted(cache.keys)
@@ -138,7 +163,10 @@ def streamed(model: Transformer, tokens_T: Tensor, policy: Policy, in_cache: boo
                 total = sum(map(abs, row)) or 1.0  # softpick may give a row of zeros
                 for s, weight in zip(held, row, strict=False):
                     cache.attention[s] += abs(weight) / total
+                    latest[s] = latest.get(s, 0.0) + abs(weight) / total
                 outputs.append(sum(weight * cache.values[s] for s, weight in zip(held, row, strict=False)))
+            for cache in layer:
+                cache.latest = {s: latest[s] for s in cache.keys}
             joined = torch.cat([torch.as_tensor(out) for out in outputs])
             if attention.output_gate is not None:
                 gate = torch.sigmoid(attention.output_gate.linear(read_E)).view(heads, -1)

@@ -6,12 +6,16 @@ The cache of a query includes its own key. The policies keep these keys:
     first and recent       the first n and the C - n latest keys (StreamingLLM, 2309.17453)
     heavy hitters          the C // 2 latest keys, and older keys with the most accumulated attention (H2O, 2306.14048)
     heavy without sink     as `heavy hitters`, but once the cache is full, the first n keys are kept only while recent
+    TOVA                   the keys with the most attention of the latest query, mean over the heads (2401.06104)
+    KeyDiff                the keys with the smallest cosine to the mean of the unit keys in the cache (2504.15364)
     random                 the C // 2 latest keys, and a uniformly random subset of the older keys
 
 Evicted keys do not return to the cache. Keys that no later query sees, such as those outside a sliding window, are
 evicted first. As in H2O's public code, half of the budget is for recent keys, and the attention to a key is summed over
 the queries for which it was in the cache, with the softmax over the cache. Query heads that share a KV head share a
-cache, so their sums are added; H2O's code predates grouped-query attention and has a cache per query head.
+cache, so their sums are added; H2O's code predates grouped-query attention and has a cache per query head. Under TOVA
+all heads of a layer keep the same keys, as in its public code. TOVA and KeyDiff do not reserve a place for recent keys;
+KeyDiff compares keys with their positions, as they are in a cache.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,6 +24,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.parts.streaming import RollingCache
@@ -31,7 +36,7 @@ from sinklab.models.adapter import Adapter
 from sinklab.models.intercept import Edit
 from sinklab.plots import PlotAxis
 
-POLICIES = 5
+POLICIES = 7
 LEAST_SHARE = 1e-20  # a row with less attention in total on the keys in the cache is recomputed
 
 
@@ -105,7 +110,30 @@ def keep_heavy_hitters(layer: LayerCall, budget: int, barred: int = 0) -> LayerC
         total_BGL[..., : t + 1] += row(t, kept_BGS).float().sum(2)
         return total_BGL
 
-    return _restricted(layer, budget, observe)
+    return _restricted(layer, budget, max(1, budget // 2), observe)
+
+
+def keep_latest_attention(layer: LayerCall, budget: int) -> LayerCall:
+    """Return the call with every query restricted to the keys with the most attention of the query before (TOVA)."""
+    groups = layer.call.k_BGTD.shape[1]
+    row = _row_of_softmax(layer) if layer.operation.plain else partial(_row, layer)
+
+    def observe(t: int, kept_BGS: Tensor) -> Tensor:
+        return row(t, kept_BGS).float().mean((1, 2))[:, None].expand(-1, groups, -1)
+
+    return _restricted(layer, budget, 1, observe)
+
+
+def keep_distinct_keys(layer: LayerCall, budget: int) -> LayerCall:
+    """Return the call with every query restricted to the keys that are least similar to the mean key (KeyDiff)."""
+    unit_BGLD = normalize(layer.call.k_BGTD, dim=-1)
+
+    def observe(t: int, kept_BGS: Tensor) -> Tensor:
+        seen_BGSD = unit_BGLD[:, :, : t + 1]
+        mean_BGD1 = (seen_BGSD * kept_BGS[..., None]).sum(2)[..., None]  # its length does not change the order
+        return -(seen_BGSD @ mean_BGD1)[..., 0]
+
+    return _restricted(layer, budget, 1, observe)
 
 
 def keep_random_keys(layer: LayerCall, budget: int, seed: int) -> LayerCall:
@@ -115,13 +143,14 @@ def keep_random_keys(layer: LayerCall, budget: int, seed: int) -> LayerCall:
     """
     draw = torch.Generator().manual_seed(seed + layer.index)
     rank_BGL = torch.rand(layer.call.k_BGTD.shape[:3], generator=draw).to(layer.call.k_BGTD.device)
-    return _restricted(layer, budget, lambda t, kept_BGS: rank_BGL)
+    return _restricted(layer, budget, max(1, budget // 2), lambda t, kept_BGS: rank_BGL)
 
 
-def _restricted(layer: LayerCall, budget: int, observe: Callable[[int, Tensor], Tensor]) -> LayerCall:
+def _restricted(layer: LayerCall, budget: int, recent: int, observe: Callable[[int, Tensor], Tensor]) -> LayerCall:
     """Return the call with every query restricted to the keys in its cache.
 
     Args:
+        recent: number of recent keys that the cache keeps, including the query's own.
         observe: (query index, mask of its keys) -> scores of the keys; the cache keeps the recent keys and the older
             keys with the highest scores.
     """
@@ -129,7 +158,6 @@ def _restricted(layer: LayerCall, budget: int, observe: Callable[[int, Tensor], 
     found_BGLL = torch.zeros(B, groups, L, L, dtype=torch.bool, device=layer.call.k_BGTD.device)
     held_BGL = torch.zeros_like(found_BGLL[:, :, 0])
     needed_BGLL = _needed(layer)
-    recent = max(1, budget // 2)
     for t in range(L):
         held_BGL[..., t] = True
         found_BGLL[:, :, t] = held_BGL
@@ -193,6 +221,8 @@ def assess_eviction(adapter: Adapter, tokens_NT: Tensor, settings: AssessSetting
             "first and recent": RollingCache(budget, kept, in_cache=False),
             "heavy hitters": partial(keep_heavy_hitters, budget=budget),
             "heavy without sink": partial(keep_heavy_hitters, budget=budget, barred=kept),
+            "TOVA": partial(keep_latest_attention, budget=budget),
+            "KeyDiff": partial(keep_distinct_keys, budget=budget),
             "random": partial(keep_random_keys, budget=budget, seed=settings.seed),
         }
         for policy, edit in policies.items():
