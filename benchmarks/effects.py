@@ -15,7 +15,7 @@ from textwrap import fill
 
 from benchmarks.committed import ROOT, summary_in
 from sinklab.experiments.documents import CellSummary, Summary
-from sinklab.tables import Table, markdown, names
+from sinklab.tables import Table, markdown, names, numbers
 
 PAGE = ROOT / "docs" / "effects.md"
 FOLDERS = "results/tiny", "results/exploratory"
@@ -70,7 +70,7 @@ class Effect:
     loss: list[float]
     seeds: list[int]
 
-    def row(self, prefix: str) -> list[str]:
+    def row(self, prefix: str) -> list[str | None]:
         """Return the cells of the row; settings are written as for `--set`, without the `prefix` of their keys."""
         change = " ".join(f"{key.removeprefix(prefix)}={_setting(value)}" for key, value in self.change)
         spans = [_span(values, form) for values, form in ((self.sink, ".1f"), (self.bias, ".1f"), (self.loss, "+.2f"))]
@@ -82,9 +82,9 @@ def _setting(value: object) -> str:
     return {"True": "true", "False": "false"}.get(text, text)
 
 
-def _span(values: list[float], form: str) -> str:
+def _span(values: list[float], form: str) -> str | None:
     if not values:
-        return "–"
+        return None
     digits = int(form[-2])  # rounded first, so that no value is -0.00
     low, middle, high = (f"{round(value, digits) + 0.0:{form}}" for value in (min(values), median(values), max(values)))
     return low if low == high else f"{middle} ({low} to {high})"
@@ -130,8 +130,9 @@ def page(root: Path = ROOT) -> str:
     for heading, (prefix, _) in GROUPS.items():
         rows = [effect for group, effect in found if group == heading]
         rows.sort(key=lambda effect: (-median(effect.sink), -max(effect.sink), str(effect.change)))
-        columns = names(f"--set {prefix}", "Sink_1", "bias", "loss", "seeds")
-        parts += [f"## {heading}\n", markdown(Table("", columns, [effect.row(prefix) for effect in rows])) + "\n"]
+        columns = [*names(f"--set {prefix}"), *numbers("", "Sink_1", "bias", "loss", "seeds")]
+        table = Table("", columns, [effect.row(prefix) for effect in rows]).without_empty_columns()
+        parts += [f"## {heading}\n", markdown(table) + "\n"]
     return "\n".join(parts)
 
 
