@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.timing import RESULTS, environment, in_turn, ratios
-from sinklab.data.prepare import prepare
+from sinklab.data.prepare import prepare, settings_of
 from sinklab.data.tokenizers import Tokenizer, load_tokenizer
 from sinklab.files import write_json
 
@@ -62,7 +62,7 @@ def row_by_row(path: Path, tokenizer: Tokenizer, out: Path) -> None:
 def ours(source: Path, tokenizer: str, out: Path) -> None:
     """Run `prepare` into the folder `out`, which is deleted first."""
     shutil.rmtree(out, ignore_errors=True)
-    prepare(str(source), tokenizer, out)
+    prepare(settings_of(str(source), tokenizer), out)
 
 
 def ids_in(*shards: Path) -> np.ndarray:

@@ -35,7 +35,6 @@ from sinklab.files import write_json
 from sinklab.model import transformer
 from sinklab.model.block import DecoderBlock
 from sinklab.train import update
-from sinklab.train.config import AdamW
 from sinklab.train.directory.run import open_run
 from sinklab.train.recipe import Recipe, load_recipe
 from sinklab.train.update import Updater
@@ -57,7 +56,7 @@ def ours(recipe: Recipe, folder: Path) -> Updater:
 def theirs(recipe: Recipe, updater: Updater) -> Callable[[], float]:
     """Return a function that does one step of the plain loop on the batches of `updater` and returns the loss."""
     model, optim = updater.recipe.model, recipe.optim
-    assert isinstance(optim, AdamW)
+    assert optim.name == "adamw"
     config = LlamaConfig(
         vocab_size=model.vocab_size or 0,
         hidden_size=model.width,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.timing import RESULTS, environment
-from sinklab.data.prepare import prepare
+from sinklab.data.prepare import prepare, settings_of
 from sinklab.data.shards import TokenDataset
 from sinklab.files import write_json
 from sinklab.train.directory.history import read_metrics
@@ -48,8 +48,8 @@ def recipe_of(variant: str, tokens: Path, steps: int, settings: list[str], dry: 
 def tokens_of(folder: Path, dry: bool) -> TokenDataset:
     """Prepare the Python sources of this machine in `folder`, or open them if they are already prepared."""
     if dry:
-        return prepare("stdlib", "train:512", folder, valid_fraction=0.2, text_limit_bytes=DRY_BYTES)
-    return prepare(SOURCE, TOKENIZER, folder, text_limit_bytes=TEXT_BYTES)
+        return prepare(settings_of("stdlib", "train:512", valid_fraction=0.2, text_limit_bytes=DRY_BYTES), folder)
+    return prepare(settings_of(SOURCE, TOKENIZER, text_limit_bytes=TEXT_BYTES), folder)
 
 
 def train(recipe: Recipe, data: TokenDataset, folder: Path, should_stop: Callable[[], bool]) -> dict[str, Any]:

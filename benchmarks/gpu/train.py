@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.timing import RESULTS, environment
-from sinklab.data.prepare import prepare
+from sinklab.data.prepare import prepare, settings_of
 from sinklab.data.shards import TokenDataset
 from sinklab.files import write_json
 from sinklab.train.directory.run import open_run
@@ -51,7 +51,10 @@ def recipe_of(model: str, variant: str, dry: bool) -> Recipe:
 
 def tokens_of(context: int, folder: Path) -> TokenDataset:
     """Prepare synthetic text in chunks of context + 1 tokens; its vocabulary may be smaller than the model's."""
-    return prepare(f"synthetic:bigram_backcopy:length={context + 1},documents=400", "words", folder, valid_fraction=0.1)
+    return prepare(
+        settings_of(f"synthetic:bigram_backcopy:length={context + 1},documents=400", "words", valid_fraction=0.1),
+        folder,
+    )
 
 
 def measure(recipe: Recipe, data: TokenDataset, folder: Path, rounds: int, steps: int) -> dict[str, float | None]:

@@ -34,10 +34,6 @@ class UnsavedError(SinklabError):
         self.result = result
 
 
-class LostProcessError(SinklabError):
-    """A training process failed or disappeared, or torchrun ended without a result (exit status 1)."""
-
-
 class StoppedError(SinklabError):
     """A stop of the training was requested.
 

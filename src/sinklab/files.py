@@ -1,4 +1,4 @@
-"""Files: atomic writes, parsing of untrusted JSON and YAML, hashes, and the cache folder.
+"""Files: atomic writes, parsing of untrusted JSON and YAML, searched folders, hashes, and the cache folder.
 
 For an atomic write, a temporary file is written, flushed to the disk and renamed.
 """
@@ -10,15 +10,20 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
-from sinklab.errors import InputError, SinklabError
+from sinklab.errors import InputError, SinklabError, cause
 from sinklab.outputs import target_of
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+D = TypeVar("D", bound="BaseModel")
 
 MOST_VALUES = 10_000
 """Maximum number of values in a YAML document, counting every use of an alias. Recipes have fewer than 1,000."""
@@ -162,6 +167,40 @@ def parse_yaml(text: str) -> Any:
     return document
 
 
+def read_mapping(path: Path, remedy: str) -> dict[str, Any]:
+    """Read a mapping from a JSON file (`.json`) or a YAML file.
+
+    Args:
+        remedy: what the user can do about a damaged file; the end of the error message.
+
+    Raises:
+        InputError: if the file is missing, cannot be read or does not contain a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        # JSON is not parsed as YAML, because YAML reads 1e-05 as a string.
+        document = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
+        if not isinstance(document, dict):
+            raise ValueError("it must contain a mapping of keys to values")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or cause(error)
+        raise InputError(f"{path} cannot be read ({why}): {remedy}") from error
+    return document
+
+
+def read_document(kind: type[D], path: Path, remedy: str) -> D:
+    """Read a document of a pydantic model from a JSON file; see `read_mapping` for arguments.
+
+    Raises:
+        InputError: if the file is missing, cannot be read, is damaged or has another schema version.
+    """
+    document = read_mapping(path, remedy)
+    try:
+        return kind.model_validate(document)
+    except ValueError as error:
+        raise InputError(f"{path} cannot be read ({cause(error)}): {remedy}") from error
+
+
 def append_line(path: Path, line: str) -> None:
     """Append a line to a text file and flush it to the disk. The file is created if it does not exist.
 
@@ -190,6 +229,22 @@ def is_full(error: BaseException) -> bool:
             return True
         seen = seen.__cause__
     return False
+
+
+def folders_with(
+    top: Path, holds: Callable[[list[str]], bool], on_error: Callable[[OSError], None] | None = None
+) -> Iterator[Path]:
+    """Yield the folders whose file names satisfy `holds`: `top` itself, or else those below it, sorted by name.
+
+    Subfolders of the yielded folders, symbolic links and hidden folders are not searched.
+
+    Args:
+        on_error: callback for a folder that is missing or cannot be read; by default, the folder is skipped.
+    """
+    for name, children, files in os.walk(top, onerror=on_error):
+        if found := holds(files):
+            yield Path(name)
+        children[:] = [] if found else sorted(child for child in children if not child.startswith("."))
 
 
 def sha256_of(path: Path) -> str:

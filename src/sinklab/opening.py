@@ -57,7 +57,7 @@ class Model:
         planned_steps: total number of training steps of a run; None for Hugging Face models.
         notes: notes from loading the model, shown with results.
         held_out: function that returns the first N token ids of a run's validation text, or all if there are fewer. It
-            prepares the data again if necessary, and raises the errors of `validation_tokens`. None for Hugging Face
+            prepares the data again if necessary, and raises the errors of `recipe_and_data`. None for Hugging Face
             models.
     """
 
@@ -206,7 +206,7 @@ def _run(name: str, loading: Loading, step: int | None) -> Model:
     from sinklab.data.loader import Loader
     from sinklab.data.shards import TokenFile
     from sinklab.data.tokenizers import load_tokenizer
-    from sinklab.train.directory.run import load_run, validation_tokens
+    from sinklab.train.directory.run import load_run, recipe_and_data
 
     where, kind = pick_device(loading.device), pick_dtype(loading.dtype)
     run = load_run(Path(name), step)
@@ -227,7 +227,7 @@ def _run(name: str, loading: Loading, step: int | None) -> Model:
 
     @cache
     def validated_on() -> TokenFile:  # opening verifies the file, which is slow for large data
-        return validation_tokens(Path(name))
+        return recipe_and_data(Path(name))[1].valid
 
     return Model(
         name,

@@ -18,7 +18,9 @@ CHART_MARK = b"drawn by sinklab"
 MARKS = {REPORT: REPORT_MARK.encode(), CHART: CHART_MARK, "measurement.npz": b"importance.npy"}
 MIB = 2**20  # marks are searched for in the first and the last MiB of a file
 
-RUN = "recipe.yaml"
+RUNS = Path("runs")
+"""Default folder of run directories and of other results."""
+RECIPE = "recipe.yaml"
 MEASUREMENT = ("measurement.json", "measurement.npz")
 KEYS = {
     "measurement.json": {"schema", "sink_rate"},
@@ -53,7 +55,7 @@ def check_results(folder: Path, names: Sequence[str]) -> None:
             The message names the file or folder.
     """
     _check_writable(folder)
-    if (folder / RUN).exists() and set(names) & set(MEASUREMENT):
+    if (folder / RECIPE).exists() and set(names) & set(MEASUREMENT):
         raise InputError(f"{folder} is a run directory, where the run saves its own measurement: choose another --out")
     for name in names:
         check_file(folder / name, TABLE if name.endswith((".csv", ".parquet")) else name)

@@ -16,7 +16,7 @@ from sinklab.assessing.parts import NUMBERS, PARTS
 from sinklab.assessing.parts.quantisation import Quantisation
 from sinklab.assessing.parts.streaming import Streaming
 from sinklab.opening import open_model
-from sinklab.train.directory.run import validation_tokens
+from sinklab.train.directory.run import recipe_and_data
 
 
 @pytest.mark.parametrize("bos", [True, False])
@@ -24,7 +24,7 @@ def test_a_run_is_read_on_its_validation_tokens(tmp_path: Path, bos: bool) -> No
     directory, _ = trained_run(tmp_path, {"bos": bos})
     tokens_NT = AssessText(open_model(str(directory)), None).sequences(3, 12)
     own = tokens_NT[:, int(bos) :].flatten()
-    assert torch.equal(own, torch.tensor(validation_tokens(directory)[: len(own)]).long())
+    assert torch.equal(own, torch.tensor(recipe_and_data(directory)[1].valid[: len(own)]).long())
 
 
 def test_a_model_that_is_no_run_needs_a_text(run: Run, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import torch
 import transformers as hf
 from assessed import small, some_tokens
 from families import GROUPED, LATENT, SMALL, family_tokens, pair_of
-from made_assessment import assessment
 from torch import nn
 
 from sinklab.assessing.parts.writer import Writer, assess_writer, down_maps, feed_forward
@@ -236,14 +235,6 @@ def test_a_super_weight_that_acts_on_a_later_token_is_found() -> None:
     with torch.no_grad():
         block.ffn.down.weight[3, neuron] = 0
     assert added == pytest.approx(assess_writer(one, tokens, lambda: None).unchanged.loss - found.unchanged.loss)
-
-
-def test_a_result_of_an_earlier_version_is_read_without_super_weights() -> None:
-    earlier = {**assessment("model", 0.5)["writer"], "super_weight": True}
-    del earlier["down_projections"], earlier["super_experts"]
-    found = Writer.model_validate(earlier)
-    assert (found.down_projections, found.super_weights, found.super_experts) == (None, [], None)
-    assert "super" not in found.remark()
 
 
 EXPERTS = {

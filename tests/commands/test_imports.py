@@ -18,13 +18,13 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 import json, pathlib, tempfile
 from sinklab.train.recipe import build_recipe
-from sinklab.data.prepare import prepare
+from sinklab.data.prepare import prepare, settings_of
 from sinklab.train.loop import Trainer
 from sinklab.train.directory.run import open_run
 folder = pathlib.Path(tempfile.mkdtemp())
 text = folder / "text.jsonl"
 text.write_text("".join(json.dumps({"text": f"word {i} and {i * i} " * 9}) + "\\n" for i in range(200)))
-data = prepare(str(text), "train:300", folder / "tokens", valid_fraction=0.3)
+data = prepare(settings_of(str(text), "train:300", valid_fraction=0.3), folder / "tokens")
 recipe = build_recipe({
     "model": {"layers": 1, "width": 16, "heads": 2, "ffn_width": 16, "context": 16},
     "train": {"steps": 2, "batch_size": 2, "eval_sequences": 4}, "metric": {"length": 16, "sequences": 4},

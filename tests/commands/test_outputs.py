@@ -15,7 +15,7 @@ from tiny_models import text_file, tiny_model
 from sinklab.errors import InputError
 from sinklab.files import write_json
 from sinklab.models.huggingface import loading
-from sinklab.report import write_report
+from sinklab.report.page import write_report
 
 NOTES = "mine, and there is no copy"
 SMALL = ("--sequences", "3", "--length", "8")

@@ -11,7 +11,7 @@ from conftest import Run
 from rich.console import Console
 
 from sinklab.commands.terminal.results import print_runs
-from sinklab.data.prepare import prepare
+from sinklab.data.prepare import prepare, settings_of
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
 from sinklab.report.collect import collect, list_runs
@@ -28,7 +28,9 @@ SMALL += ["train.steps=6", "train.eval_every=3", "train.save_every=3", "data.bos
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
     """A small synthetic corpus, prepared."""
     folder = tmp_path_factory.mktemp("tokens")
-    return prepare("synthetic:bigram_backcopy:length=17,documents=200", "words", folder, valid_fraction=0.1)
+    return prepare(
+        settings_of("synthetic:bigram_backcopy:length=17,documents=200", "words", valid_fraction=0.1), folder
+    )
 
 
 def recipe(*changes: str) -> Recipe:

@@ -28,7 +28,7 @@ from sinklab.attention import query_blocks as blocks  # noqa: E402
 from sinklab.attention.flex import score_mod  # noqa: E402
 from sinklab.attention.masks import Mask  # noqa: E402
 from sinklab.attention.scores import Score, apart  # noqa: E402
-from sinklab.data.prepare import prepare  # noqa: E402
+from sinklab.data.prepare import prepare, settings_of  # noqa: E402
 from sinklab.interventions import VARIANTS  # noqa: E402
 from sinklab.measuring import driver  # noqa: E402
 from sinklab.model import loss  # noqa: E402
@@ -126,7 +126,7 @@ def main(names: list[str]) -> None:
     without_kernels()
     with tempfile.TemporaryDirectory() as folder:
         text = f"synthetic:bigram_backcopy:length={CONTEXT + 1},documents=200"
-        data = prepare(text, "words", Path(folder) / "data", valid_fraction=0.2)
+        data = prepare(settings_of(text, "words", valid_fraction=0.2), Path(folder) / "data")
         for name in names or OVERLAYS:
             found = phases(OVERLAYS[name], data, Path(folder) / name)
             print(json.dumps({"name": name, **found}), flush=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sinklab.data.config import DataConfig, FixedToken, RandomTokens
 from sinklab.data.loader import Loader
-from sinklab.data.prepare import prepare
+from sinklab.data.prepare import prepare, settings_of
 from sinklab.errors import InputError
 from sinklab.train.directory.run import open_run
 from sinklab.train.recipe import load_recipe
@@ -172,7 +172,7 @@ def test_exactly_one_chunk_is_enough_to_train():
 
 
 def test_loaders_of_prepared_data_use_its_shards_and_its_bos(tmp_path: Path):
-    data = prepare("stdlib", "train:300", tmp_path / "out", text_limit_bytes=200_000, valid_fraction=0.2)
+    data = prepare(settings_of("stdlib", "train:300", text_limit_bytes=200_000, valid_fraction=0.2), tmp_path / "out")
     recipe = load_recipe("tiny", ["model.context=16", "metric.length=16", "train.batch_size=4", "data.bos=true"])
     train, valid = (open_run(recipe, data, tmp_path / "run").loader(split) for split in ("train", "valid"))
     assert (train.chunks, valid.chunks) == (len(data.train) // 16, len(data.valid) // 16)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sinklab.data.config import DataConfig
-from sinklab.data.prepare import prepare, prepared
+from sinklab.data.prepare import prepare, prepared, settings_of
 from sinklab.data.shards import TokenDataset, TokenFile, dtype_for
 from sinklab.data.sources.corpora import Fingerprint, documents
 from sinklab.data.tokenizers import load_tokenizer
@@ -42,7 +42,7 @@ def source(tmp_path: Path) -> str:
 
 
 def test_every_document_ends_with_eos_and_is_in_exactly_one_shard(source: str, tmp_path: Path):
-    data = prepare(source, "train:300", tmp_path / "out", valid_fraction=0.3)
+    data = prepare(settings_of(source, "train:300", valid_fraction=0.3), tmp_path / "out")
     train, valid = split_at_eos(data, data.train), split_at_eos(data, data.valid)
     assert sorted(train + valid) == sorted(TEXTS)
     assert len(valid) == data.manifest.valid.documents > 1
@@ -52,7 +52,8 @@ def test_every_document_ends_with_eos_and_is_in_exactly_one_shard(source: str, t
 def test_the_split_does_not_depend_on_the_order_of_the_documents(source: str, tmp_path: Path):
     backwards = rows_file(tmp_path / "backwards.jsonl", TEXTS[::-1])
     one, other = (
-        prepare(s, "train:300", tmp_path / f"{i}", valid_fraction=0.3) for i, s in enumerate((source, backwards))
+        prepare(settings_of(s, "train:300", valid_fraction=0.3), tmp_path / f"{i}")
+        for i, s in enumerate((source, backwards))
     )
     assert set(split_at_eos(one, one.valid)) == set(split_at_eos(other, other.valid))
     assert one.fingerprint != other.fingerprint
@@ -63,13 +64,14 @@ def test_both_shards_have_a_document(tmp_path: Path, fraction: float):
     for texts in (TEXTS[i : i + 2] for i in range(8)):
         source = rows_file(tmp_path / "two.jsonl", texts)
         folder = tmp_path / f"{TEXTS.index(texts[0])}"
-        data = prepare(source, "train:300", folder, valid_fraction=fraction)
+        data = prepare(settings_of(source, "train:300", valid_fraction=fraction), folder)
         assert sorted(split_at_eos(data, data.train) + split_at_eos(data, data.valid)) == sorted(texts)
 
 
 def test_the_document_nearest_to_the_threshold_fills_an_empty_shard(source: str, tmp_path: Path):
     small, large = (
-        prepare(source, "train:300", tmp_path / str(fraction), valid_fraction=fraction) for fraction in (1e-9, 0.1)
+        prepare(settings_of(source, "train:300", valid_fraction=fraction), tmp_path / str(fraction))
+        for fraction in (1e-9, 0.1)
     )
     (only,) = split_at_eos(small, small.valid)
     assert only in split_at_eos(large, large.valid)
@@ -77,7 +79,7 @@ def test_the_document_nearest_to_the_threshold_fills_an_empty_shard(source: str,
 
 
 def test_the_manifest_describes_the_text(source: str, tmp_path: Path):
-    data = prepare(source, "train:300", tmp_path / "out")
+    data = prepare(settings_of(source, "train:300"), tmp_path / "out")
     manifest = data.manifest
     text = Fingerprint()
     for document in documents(source):
@@ -91,10 +93,10 @@ def test_the_manifest_describes_the_text(source: str, tmp_path: Path):
 
 
 def test_the_fingerprint_depends_on_the_contents_and_not_the_path(source: str, tmp_path: Path):
-    here = prepare(source, "train:300", tmp_path / "here")
+    here = prepare(settings_of(source, "train:300"), tmp_path / "here")
     moved = rows_file(tmp_path / "moved.jsonl", TEXTS)
-    there = prepare(moved, "train:300", tmp_path / "there")
-    other = prepare(source, "train:301", tmp_path / "other")
+    there = prepare(settings_of(moved, "train:300"), tmp_path / "there")
+    other = prepare(settings_of(source, "train:301"), tmp_path / "other")
     assert here.fingerprint == there.fingerprint != other.fingerprint
     assert TokenDataset(tmp_path / "here").fingerprint == here.fingerprint
 
@@ -106,14 +108,14 @@ def test_large_vocabularies_have_wider_ids():
 def test_real_text_with_the_papers_tokenizer(data_dir: Path, tmp_path: Path):
     source = str(data_dir / "domains" / "tinystories.jsonl")
     tokenizer = str(data_dir / "tokenizers" / "gptneox")
-    data = prepare(source, tokenizer, tmp_path / "out", valid_fraction=0.1)
+    data = prepare(settings_of(source, tokenizer, valid_fraction=0.1), tmp_path / "out")
     assert (data.vocab_size, data.eos_id, data.bos_id) == (50277, 0, 0)
     assert np.count_nonzero(data.train[:] == 0) + np.count_nonzero(data.valid[:] == 0) == 500
     assert sorted(split_at_eos(data, data.train) + split_at_eos(data, data.valid)) == sorted(documents(source))
 
 
 def test_text_can_be_limited(tmp_path: Path):
-    data = prepare("stdlib", "train:300", tmp_path / "out", text_limit_bytes=100_000)
+    data = prepare(settings_of("stdlib", "train:300", text_limit_bytes=100_000), tmp_path / "out")
     assert 99_990 < data.manifest.text_bytes <= 100_000
 
 
@@ -121,7 +123,9 @@ def test_progress_counts_the_bytes_of_both_stages(tmp_path: Path):
     texts = [f"Grüße, {text}" for text in TEXTS]
     done: dict[str, int] = {}
     source = rows_file(tmp_path / "text.jsonl", texts)
-    prepare(source, "train:300", tmp_path / "out", progress=lambda stage, size, _: done.update({stage: size}))
+    prepare(
+        settings_of(source, "train:300"), tmp_path / "out", progress=lambda stage, size, _: done.update({stage: size})
+    )
     total = sum(len(text.encode()) for text in texts)
     assert done == {"tokenizer": total, "tokens": total}
 
@@ -129,7 +133,7 @@ def test_progress_counts_the_bytes_of_both_stages(tmp_path: Path):
 @pytest.mark.parametrize("name", ["train.bin", "valid.bin"])
 def test_a_flipped_bit_is_reported_with_a_remedy(source: str, tmp_path: Path, name: str):
     out = tmp_path / "out"
-    prepare(source, "train:300", out)
+    prepare(settings_of(source, "train:300"), out)
     content = bytearray((out / name).read_bytes())
     content[len(content) // 2] ^= 1
     (out / name).write_bytes(content)
@@ -140,7 +144,7 @@ def test_a_flipped_bit_is_reported_with_a_remedy(source: str, tmp_path: Path, na
 @pytest.mark.parametrize("name", ["train.bin", "valid.bin"])
 def test_a_truncated_or_missing_shard_is_reported(source: str, tmp_path: Path, name: str):
     out = tmp_path / "out"
-    prepare(source, "train:300", out)
+    prepare(settings_of(source, "train:300"), out)
     (out / name).write_bytes((out / name).read_bytes()[:-2])
     with pytest.raises(SinklabError, match=rf"{name} has .* bytes, expected .* Delete the folder"):
         TokenDataset(out)
@@ -150,15 +154,15 @@ def test_a_truncated_or_missing_shard_is_reported(source: str, tmp_path: Path, n
 
 
 def test_a_replaced_tokenizer_is_reported(source: str, tmp_path: Path):
-    prepare(source, "train:300", tmp_path / "out")
-    prepare(source, "train:301", tmp_path / "other")
+    prepare(settings_of(source, "train:300"), tmp_path / "out")
+    prepare(settings_of(source, "train:301"), tmp_path / "other")
     (tmp_path / "other" / "tokenizer.json").replace(tmp_path / "out" / "tokenizer.json")
     with pytest.raises(SinklabError, match=r"tokenizer\.json is corrupted"):
         TokenDataset(tmp_path / "out")
 
 
 def test_damaged_and_missing_manifests_have_different_errors(source: str, tmp_path: Path):
-    prepare(source, "train:300", tmp_path / "out")
+    prepare(settings_of(source, "train:300"), tmp_path / "out")
     (tmp_path / "out" / "data.json").write_text('{"schema_version": 1', encoding="utf-8")
     with pytest.raises(SinklabError, match=r"data\.json is damaged.*Delete the folder"):
         TokenDataset(tmp_path / "out")
@@ -174,18 +178,18 @@ def test_a_manifest_that_cannot_be_read_is_reported(tmp_path: Path):
 
 def test_finished_data_is_used_again_and_other_settings_do_not_overwrite_it(source: str, tmp_path: Path):
     out = tmp_path / "out"
-    prepare(source, "train:300", out)
+    prepare(settings_of(source, "train:300"), out)
     before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
-    prepare(source, "train:300", out)
+    prepare(settings_of(source, "train:300"), out)
     with pytest.raises(InputError, match=r"other settings.*choose another --out"):
-        prepare(source, "train:301", out)
+        prepare(settings_of(source, "train:301"), out)
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
 
 
 def test_a_single_document_is_refused(tmp_path: Path):
     source = rows_file(tmp_path / "one.jsonl", ["alone"])
     with pytest.raises(InputError, match="fewer than two documents"):
-        prepare(source, "train:300", tmp_path / "out")
+        prepare(settings_of(source, "train:300"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -202,7 +206,7 @@ def test_numbers_out_of_range_are_refused_before_anything_is_written(
     source: str, tmp_path: Path, tokenizer: str, numbers: dict, told: str
 ):
     with pytest.raises(InputError, match=told):
-        prepare(source, tokenizer, tmp_path / "out", **numbers)
+        prepare(settings_of(source, tokenizer, **numbers), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -210,7 +214,7 @@ def test_malformed_rows_end_the_preparation_without_a_valid_result(tmp_path: Pat
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "fine"}\n{"text"\n', encoding="utf-8")
     with pytest.raises(InputError, match=r"bad\.jsonl, line 2"):
-        prepare(str(path), "train:300", tmp_path / "out")
+        prepare(settings_of(str(path), "train:300"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -221,7 +225,7 @@ def test_a_waiting_process_raises_the_error_of_the_failed_one(tmp_path: Path, mo
 
     def wait_and_fail() -> None:
         try:
-            prepare(str(path), "train:300", out)
+            prepare(settings_of(str(path), "train:300"), out)
         except Exception as error:
             told.append(error)
 
@@ -240,7 +244,7 @@ def test_a_waiting_process_raises_the_error_of_the_failed_one(tmp_path: Path, mo
 
     monkeypatch.setattr(fcntl, "flock", locked)
     with pytest.raises(InputError, match=r"bad\.jsonl, line 2") as error:
-        prepare(str(path), "train:300", out, progress=let_it_wait)
+        prepare(settings_of(str(path), "train:300"), out, progress=let_it_wait)
     waiting.join(30)
     assert [str(other) for other in told] == [str(error.value)]
     assert not out.exists()
@@ -277,12 +281,12 @@ def test_the_cache_folder_is_named_by_the_environment(source: str, tmp_path: Pat
 
 
 def test_a_prepared_directory_is_a_source(source: str, tmp_path: Path):
-    made = prepare(source, "train:300", tmp_path / "out")
+    made = prepare(settings_of(source, "train:300"), tmp_path / "out")
     data = prepared(DataConfig(source=str(tmp_path / "out")), tmp_path / "cache")
     assert data.fingerprint == made.fingerprint
     assert not (tmp_path / "cache").exists()
     with pytest.raises(InputError, match="already prepared"):
-        prepare(str(tmp_path / "out"), "train:300", tmp_path / "again")
+        prepare(settings_of(str(tmp_path / "out"), "train:300"), tmp_path / "again")
 
 
 def run(program: str, *arguments: str) -> subprocess.Popen[str]:
@@ -308,7 +312,7 @@ def test_concurrent_preparations_return_the_same_complete_data(source: str, tmp_
     )
     asking = [run(ask, source, str(tmp_path / "cache")) for _ in range(3)]
     answers = {process.communicate()[0].strip() for process in asking}
-    assert answers == {prepare(source, "train:300", tmp_path / "alone").fingerprint}
+    assert answers == {prepare(settings_of(source, "train:300"), tmp_path / "alone").fingerprint}
 
 
 def test_a_preparation_after_a_kill_equals_an_undisturbed_one(source: str, tmp_path: Path):
@@ -326,7 +330,7 @@ def test_a_preparation_after_a_kill_equals_an_undisturbed_one(source: str, tmp_p
     assert not (left / "data.json").exists()
     data = prepared(DataConfig(source=source, tokenizer="train:300"), tmp_path / "cache")
     assert data.directory == left
-    assert data.fingerprint == prepare(source, "train:300", tmp_path / "alone").fingerprint
+    assert data.fingerprint == prepare(settings_of(source, "train:300"), tmp_path / "alone").fingerprint
     assert not (left / "partial").exists()
 
 
@@ -347,7 +351,7 @@ def test_a_full_disk_ends_with_a_sentence_and_no_partial_file(source: str, tmp_p
 
 def test_a_folder_whose_name_is_too_long_is_named(source: str, tmp_path: Path):
     with pytest.raises(SinklabError, match=r"cannot prepare data in .*: File name too long\. Choose another"):
-        prepare(source, "train:300", tmp_path / ("n" * 300))
+        prepare(settings_of(source, "train:300"), tmp_path / ("n" * 300))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

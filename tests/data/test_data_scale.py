@@ -115,8 +115,8 @@ def test_fastokens_is_not_used_where_its_ids_differ(bpe: str, tmp_path: Path, mo
 PEAK = """
 import sys
 from pathlib import Path
-from sinklab.data.prepare import prepare
-prepare(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+from sinklab.data.prepare import prepare, settings_of
+prepare(settings_of(sys.argv[1], sys.argv[2]), Path(sys.argv[3]))
 # Not ru_maxrss: a child's begins at what its parent held.
 print(next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) // 1024)
 """
@@ -144,7 +144,7 @@ def test_the_papers_weights_are_the_seventeen_of_its_corpus():
 
 def test_each_domain_has_the_share_of_the_tokens_of_its_weight(corpus: Path, bpe: str, tmp_path: Path):
     mix = WeightedMix(weights={"law": 3, "code": 2, "wiki": 1})
-    data = prepare(str(corpus), bpe, tmp_path / "out", mix=mix, token_limit=20_000)
+    data = prepare(settings_of(str(corpus), bpe, mix=mix, token_limit=20_000), tmp_path / "out")
     shares = data.manifest.shares
     assert shares is not None
     assert sum(share.tokens for share in shares.values()) == 20_000
@@ -204,10 +204,10 @@ def test_a_recipe_without_a_mix_has_no_key_for_it(corpus: Path):
 def test_a_limit_on_tokens_is_exact_and_the_last_document_ends_with_eos(
     corpus: Path, bpe: str, tmp_path: Path, limit: int
 ):
-    data = prepare(str(corpus), bpe, tmp_path / "out", valid_fraction=0.3, token_limit=limit)
+    data = prepare(settings_of(str(corpus), bpe, valid_fraction=0.3, token_limit=limit), tmp_path / "out")
     assert len(data.train) + len(data.valid) == limit
     assert {int(data.train[-1:][0]), int(data.valid[-1:][0])} == {data.eos_id}
-    whole = prepare(str(corpus), bpe, tmp_path / "whole", valid_fraction=0.3)
+    whole = prepare(settings_of(str(corpus), bpe, valid_fraction=0.3), tmp_path / "whole")
     assert np.array_equal(data.train[:-1], whole.train[: len(data.train) - 1])
 
 
@@ -221,7 +221,7 @@ def test_a_dry_run_writes_nothing_and_is_close_to_the_result(
     )
     told = json.loads(capsys.readouterr().out)
     assert not out.exists()
-    data = prepare(str(corpus), bpe, out)
+    data = prepare(settings_of(str(corpus), bpe), out)
     assert told["tokens"] == pytest.approx(len(data.train) + len(data.valid), rel=0.25)
     mix = WeightedMix(weights={"law": 1, "code": 3})
     found = estimate(settings_of(str(corpus), bpe, mix=mix, token_limit=4_000))
@@ -237,7 +237,7 @@ def test_the_estimate_under_a_limit_on_bytes_counts_eos_and_the_rate_of_each_dom
     write_rows(folder / "law.jsonl", [f"the law says it's {i % 9}" for i in range(6_000)])
     write_rows(folder / "code.jsonl", [chr(0x4E00 + i) * 40 for i in range(600)])
     found = estimate(settings_of(str(folder), bpe, mix=mix, text_limit_bytes=100_000))
-    data = prepare(str(folder), bpe, tmp_path / "out", mix=mix, text_limit_bytes=100_000)
+    data = prepare(settings_of(str(folder), bpe, mix=mix, text_limit_bytes=100_000), tmp_path / "out")
     assert found.tokens == pytest.approx(len(data.train) + len(data.valid), rel=0.05)
     shares = data.manifest.shares or {}
     assert sum(amount.taken or 0 for amount in found.amounts) == found.tokens
@@ -257,7 +257,7 @@ PROGRAM = """
 import os, signal, sys
 from pathlib import Path
 from sinklab.data import building
-from sinklab.data.prepare import prepare
+from sinklab.data.prepare import prepare, settings_of
 from sinklab.data.config import WeightedMix
 building.PART_CHARACTERS = 4096
 calls = [0]
@@ -266,7 +266,7 @@ def counted(tokens):
     if calls[0] == int(sys.argv[4]):
         os.kill(os.getpid(), signal.SIGKILL)
 mix = WeightedMix(weights={"law": 2, "code": 1})
-prepare(sys.argv[1], sys.argv[2], Path(sys.argv[3]), mix=mix, counted=counted)
+prepare(settings_of(sys.argv[1], sys.argv[2], mix=mix), Path(sys.argv[3]), counted=counted)
 """
 
 
@@ -281,7 +281,7 @@ def killed(corpus: Path, bpe: str, out: Path, after: int, tmp_path: Path) -> Non
 @pytest.mark.usefixtures("_small_parts")
 def test_a_resumed_preparation_has_the_bytes_of_an_undisturbed_one(corpus: Path, bpe: str, tmp_path: Path):
     mix = WeightedMix(weights={"law": 2, "code": 1})
-    prepare(str(corpus), bpe, tmp_path / "undisturbed", mix=mix)
+    prepare(settings_of(str(corpus), bpe, mix=mix), tmp_path / "undisturbed")
     out = tmp_path / "out"
     killed(corpus, bpe, out, after=3, tmp_path=tmp_path)
     before = (out / "partial" / "journal.jsonl").read_bytes()
@@ -291,10 +291,10 @@ def test_a_resumed_preparation_has_the_bytes_of_an_undisturbed_one(corpus: Path,
     with (out / "partial" / "journal.jsonl").open("ab") as journal:
         journal.write(b'{"documents": 9')
     calls: list[int] = []
-    prepare(str(corpus), bpe, out, mix=mix, counted=calls.append)
+    prepare(settings_of(str(corpus), bpe, mix=mix), out, counted=calls.append)
     assert contents(out) == contents(tmp_path / "undisturbed")
     parts_in_all: list[int] = []
-    prepare(str(corpus), bpe, tmp_path / "again", mix=mix, counted=parts_in_all.append)
+    prepare(settings_of(str(corpus), bpe, mix=mix), tmp_path / "again", counted=parts_in_all.append)
     assert len(calls) == len(parts_in_all) - 3
     assert not (out / "partial").exists()
 
@@ -315,8 +315,8 @@ def test_changes_since_the_interruption_are_noticed(corpus: Path, bpe: str, tmp_
         path.write_text(path.read_text(encoding="utf-8").replace("law 20 ", "LAW 20 "), encoding="utf-8")
         if damage == "text with the same name and time":
             os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    prepare(str(corpus), bpe, out, mix=mix)
-    prepare(str(corpus), bpe, tmp_path / "fresh", mix=mix)
+    prepare(settings_of(str(corpus), bpe, mix=mix), out)
+    prepare(settings_of(str(corpus), bpe, mix=mix), tmp_path / "fresh")
     assert contents(out) == contents(tmp_path / "fresh")
 
 
@@ -335,9 +335,9 @@ def test_an_error_far_into_the_text_keeps_the_finished_parts(
 
     monkeypatch.setattr(building._GrowingShard, "append", full_disk)
     with pytest.raises(SinklabError, match=r"No space left on device.*Finished parts are kept"):
-        prepare(str(corpus), bpe, out)
+        prepare(settings_of(str(corpus), bpe), out)
     assert (out / "partial" / "journal.jsonl").read_bytes().count(b"\n") == 2
     monkeypatch.setattr(building._GrowingShard, "append", append)
-    prepare(str(corpus), bpe, out)
-    prepare(str(corpus), bpe, tmp_path / "fresh")
+    prepare(settings_of(str(corpus), bpe), out)
+    prepare(settings_of(str(corpus), bpe), tmp_path / "fresh")
     assert contents(out) == contents(tmp_path / "fresh")

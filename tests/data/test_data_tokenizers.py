@@ -71,14 +71,15 @@ def test_a_llama_tokenizer_keeps_its_own_bos_but_does_not_add_it(data_dir: Path)
 
 
 def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path: Path):
-    path = train_bpe(["text"], 258, tmp_path).save(tmp_path)
+    train_bpe(["text"], 258, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<nowhere>"}), encoding="utf-8")
     with pytest.raises(InputError, match=r"eos_token in tokenizer_config\.json"):
-        load_tokenizer(str(path))
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
 
 
 def test_a_config_that_is_no_object_or_cannot_be_read_is_refused(tmp_path: Path):
-    config = train_bpe(["text"], 258, tmp_path).save(tmp_path).with_name("tokenizer_config.json")
+    train_bpe(["text"], 258, tmp_path)
+    config = tmp_path / "tokenizer_config.json"
     config.write_text("[]", encoding="utf-8")
     with pytest.raises(InputError, match=r"tokenizer_config\.json is not a readable JSON object"):
         load_tokenizer(str(tmp_path))

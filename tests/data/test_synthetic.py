@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from sinklab.data.prepare import prepare, prepared
+from sinklab.data.prepare import prepare, prepared, settings_of
 from sinklab.data.sources.synthetic import TASKS, parse, synthetic_documents
 from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
@@ -92,7 +92,7 @@ def test_synthetic_text_needs_its_own_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="require the tokenizer words"):
         load_recipe("tiny", ["data.source=synthetic:bigram_backcopy"])
     with pytest.raises(InputError, match="require the tokenizer words"):
-        prepare("synthetic:bigram_backcopy:documents=20", "train:300", tmp_path)
+        prepare(settings_of("synthetic:bigram_backcopy:documents=20", "train:300"), tmp_path)
 
 
 @pytest.mark.slow

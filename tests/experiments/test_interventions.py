@@ -11,6 +11,7 @@ from sampling import one_in
 from sinklab.attention.config import kinds_of
 from sinklab.commands.terminal.plans import settings_of
 from sinklab.data.prepare import prepare
+from sinklab.data.prepare import settings_of as data_settings
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import SinklabError
 from sinklab.interventions import CHOICES, NEUTRAL, NOT_INTERVENTIONS, VARIANTS, catalogue
@@ -40,7 +41,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "interventions.md"
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
     """Tokens of a small synthetic corpus, every document a chunk."""
     source = build_recipe(BASE).data.source
-    return prepare(source, "words", tmp_path_factory.mktemp("data"), valid_fraction=0.1)
+    return prepare(data_settings(source, "words", valid_fraction=0.1), tmp_path_factory.mktemp("data"))
 
 
 def losses(recipe: Recipe, dataset: TokenDataset, out: Path, steps: int) -> tuple[Trainer, list[float]]:

@@ -11,6 +11,7 @@ from sinklab.experiments.documents import JudgedClaim, Summary
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.shipped import load_experiment
 from sinklab.experiments.summary import at_scale, summarise
+from sinklab.experiments.verdicts import five_seeds
 from sinklab.experiments.verdicts.five_seeds import Committed, Pilots, detectable, verdict_of_five
 from sinklab.experiments.verdicts.judging import judge
 from sinklab.train.directory.history import Evaluation
@@ -279,12 +280,15 @@ def test_at_the_papers_own_scale_its_number_lies_where_one_more_seed_would() -> 
         ({"is": "diverges", "cell": "a"}, ""),
     ],
 )  # fmt: skip
-def test_what_five_seeds_find_comes_from_pilots_of_the_scale(check: dict[str, Any], said: str) -> None:
+def test_what_five_seeds_find_comes_from_pilots_of_the_scale(
+    check: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pilots = Pilots.model_validate({"scales": {"tiny": {"sink_1": {"sd": 10.0, "sd_of_difference": 12.0}}}})
     claim = experiment_of(check, cells=["softmax", "k_biases", "a", "b"]).claims[0]
     assert claim.check is not None
-    assert detectable(claim.check, "tiny", pilots) == said
-    assert detectable(claim.check, "60m", pilots) == ""
+    monkeypatch.setattr(five_seeds, "shipped_pilots", lambda: pilots)
+    assert detectable(claim.check, "tiny") == said
+    assert detectable(claim.check, "60m") == ""
 
 
 def test_what_five_seeds_find_is_not_stated_of_other_sizes_than_that_of_the_pilots() -> None:
@@ -295,14 +299,14 @@ def test_what_five_seeds_find_is_not_stated_of_other_sizes_than_that_of_the_pilo
     assert {one.finds for one in judge(at_scale(load_experiment("rank_stability"), "tiny"), {})} == {""}
 
 
-def test_what_five_seeds_gave_is_kept_for_those_who_train_fewer() -> None:
+def test_what_five_seeds_gave_is_kept_for_those_who_train_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.committed import committed_verdicts
 
     experiment = experiment_of(LESS, cells=list(SINKS), id="table")
     kept = committed_verdicts(summarise([at_scale(experiment, "tiny")], first(5)))
-    committed = Committed(scales={"tiny": kept})
+    monkeypatch.setattr(five_seeds, "shipped_verdicts", lambda: Committed(scales={"tiny": kept}))
     few = JudgedClaim(id="mine", experiment="lab", same_as="table.claim_0", scale="tiny", verdict="no verdict", seeds=1)
     begins = "An earlier sweep with 5 seeds had the verdict reproduced. Sink_1 by seed: k_biases 0.0, 0.0"
-    assert verdict_of_five(few, committed).startswith(begins)
-    assert verdict_of_five(few.model_copy(update={"scale": "small"}), committed) == ""
+    assert verdict_of_five(few).startswith(begins)
+    assert verdict_of_five(few.model_copy(update={"scale": "small"})) == ""
     assert committed_verdicts(summarise([at_scale(experiment, "tiny")], first(3))) == {}

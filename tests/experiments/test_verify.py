@@ -112,7 +112,12 @@ def test_a_verdict_that_the_runs_do_not_give_is_found(packed: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [(None, "summary.json is missing"), ("{", "summary.json cannot be read"), ('{"cells": 1}', "cells")],
+    [
+        (None, "summary.json is missing"),
+        ("{", "summary.json cannot be read"),
+        ('{"cells": 1}', "cells"),
+        ('{"schema": 2}', "schema: Input should be 3): restore it, or use the version of sinklab that wrote it"),
+    ],
 )
 def test_a_summary_that_is_missing_or_damaged_is_a_problem(packed: Path, text: str | None, said: str) -> None:
     (packed / "summary.json").write_text(text) if text else (packed / "summary.json").unlink()
@@ -151,7 +156,7 @@ def test_a_recipe_that_is_not_that_of_its_hash_is_found(packed: Path) -> None:
 def test_what_was_trained_on_another_text_cannot_be_trained_again(packed: Path) -> None:
     Path("text.jsonl").write_text(Path("text.jsonl").read_text().replace("and", "or"))
     found = problems(verify_packed(packed, retrain=1))
-    assert "its text, text.jsonl, or its recipe is not the one" in found
+    assert "(text.jsonl) or its recipe has changed since the run was trained: restore the text" in found
 
 
 @pytest.mark.parametrize("key", ["processor", "device"])

@@ -11,6 +11,7 @@ from sweeps import planned_run
 from sinklab.data.prepare import prepared
 from sinklab.errors import InputError
 from sinklab.experiments.documents import checksums, edited, read_record
+from sinklab.experiments.sweep import worker
 from sinklab.experiments.sweep.engine import Event, PlannedRun
 from sinklab.experiments.sweep.worker import train_cell
 from sinklab.files import sha256_of
@@ -175,12 +176,12 @@ def test_another_text_under_the_same_name_is_refused(tmp_path: Path) -> None:
     assert not planned.directory.exists()
 
 
-def test_two_processes_of_torchrun_train_one_run(tmp_path: Path) -> None:
+def test_two_processes_of_torchrun_train_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone, pair = planned_run("alone", tmp_path), planned_run("pair", tmp_path)
     trained(alone)
     told = Told()
-    together = PlannedRun(pair.name, pair.recipe, pair.directory, pair.hash, processes=2)
-    assert train_cell(together, 1, told, lambda: False) == Event("pair", "done", 4)
+    monkeypatch.setattr(worker, "cards_for", lambda recipe: 2)
+    assert train_cell(pair, 1, told, lambda: False) == Event("pair", "done", 4)
     assert {event.step for event in told.events} <= {0, 2, 4}
     record = read_record(pair.directory)
     assert record is not None

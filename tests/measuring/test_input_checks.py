@@ -23,7 +23,7 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.huggingface import loading
 from sinklab.models.huggingface.loading import check_name
-from sinklab.report import write_report
+from sinklab.report.page import write_report
 
 TOKENS = torch.randint(3, 64, (6, 12), generator=torch.Generator().manual_seed(1))
 DEEP = "[" * 100_000

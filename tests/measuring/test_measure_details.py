@@ -13,8 +13,9 @@ from families import FAMILIES, TEN_FAMILIES, pair_of
 from own_models import VARIANTS, attention_matrices, core_inputs, own_model, own_tokens
 from transformers import AutoModelForCausalLM
 
+from sinklab.attention import query_blocks
 from sinklab.attention.importance import score_rows
-from sinklab.attention.masks import CAUSAL, Window
+from sinklab.attention.masks import CAUSAL, Mask, Window
 from sinklab.attention.query_blocks import ScoreMatrix
 from sinklab.attention.real_tokens import real_tokens
 from sinklab.errors import InputError
@@ -181,18 +182,18 @@ def test_every_statistic_of_a_trained_model_is_that_of_its_matrices(data_dir: Pa
         assert_close(getattr(details, name), array, what=name)
 
 
-def test_results_do_not_depend_on_the_size_of_blocks() -> None:
+@pytest.mark.parametrize("mask", [CAUSAL, Window(6)])
+def test_results_do_not_depend_on_the_size_of_blocks(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, heads, 20, 8, generator=generator) for heads in (4, 2))
-    real = real_tokens(torch.ones(2, 20))
-    for mask in (CAUSAL, Window(6)):
-        whole, pieces = (
-            layer_details(score_rows(ScoreMatrix(q, k, mask), block=size), real, Angles(q, k, mask), [1])
-            for size in (20, 3)
-        )
-        for name, tensor in whole[0].items():
-            torch.testing.assert_close(pieces[0][name], tensor, msg=lambda m, n=name: f"{n}: {m}")
-        torch.testing.assert_close(pieces[1], whole[1])
+    real, angles = real_tokens(torch.ones(2, 20)), Angles(q, k, mask)
+    whole = layer_details(score_rows(ScoreMatrix(q, k, mask)), real, angles, [1])
+    monkeypatch.setattr(query_blocks, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(query_blocks, "SMALLEST_BLOCK", 3)
+    pieces = layer_details(score_rows(ScoreMatrix(q, k, mask)), real, angles, [1])
+    for name, tensor in whole[0].items():
+        torch.testing.assert_close(pieces[0][name], tensor, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(pieces[1], whole[1])
 
 
 def test_nothing_of_it_is_in_the_files_unless_asked_for(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from sinklab.measuring.huggingface.callback import sink_numbers
 from sinklab.measuring.measurement import Measurement
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
-from sinklab.report import write_report
+from sinklab.report.page import write_report
 from sinklab.survey.compare import Comparison
 from sinklab.train.directory.history import read_history
 from sinklab.train.directory.run import open_run

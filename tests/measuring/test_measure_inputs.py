@@ -111,12 +111,6 @@ def test_a_repeated_sequence_is_one_token() -> None:
     assert len(tokens[:, 0].unique()) > 10
 
 
-@pytest.mark.parametrize(("sequences", "length"), [(0, 4), (1, 0)])
-def test_empty_requests_are_refused(sequences: int, length: int) -> None:
-    with pytest.raises(InputError, match="use at least 1"):
-        random_tokens(11, sequences=sequences, length=length)
-
-
 def test_the_files_of_a_folder_take_turns(tmp_path: Path) -> None:
     _jsonl(tmp_path / "a.jsonl", "aaaa", "bbbb", "cccc", "dddd")
     _jsonl(tmp_path / "b.jsonl", "xx", "eeee")

@@ -14,7 +14,6 @@ from measure_reference import importance_by_loops
 from tiny_models import tiny_model
 from transformers import AttentionInterface
 
-from sinklab.errors import InputError
 from sinklab.measuring.huggingface.parity import BackendParity, backend_parity, tolerance
 
 QUICK = ("eager", "sdpa", "flash_attention_2")  # flex is compiled for minutes on a CPU
@@ -167,11 +166,6 @@ def test_the_model_and_transformers_are_left_as_they_were(family: str) -> None:
     if family == "bloom":  # which ignores the interface
         assert "keeps eager attention" in (found["sdpa"].why or "")
         assert found["sinklab"].verdict == "unavailable"
-
-
-def test_an_unknown_backend_is_refused_with_those_there_are() -> None:
-    with pytest.raises(InputError, match=r"'fast' is unknown: choose from eager, sdpa"):
-        backend_parity(pair_of("llama")[0], family_tokens(), ["fast"])
 
 
 @pytest.mark.slow

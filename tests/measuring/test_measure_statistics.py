@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sinklab.attention import query_blocks
 from sinklab.attention.importance import score_rows
 from sinklab.attention.masks import CAUSAL
 from sinklab.attention.query_blocks import Block, ScoreMatrix
@@ -118,7 +119,9 @@ def test_fields_that_do_not_go_with_the_arrays_are_refused(folder: Path, fields:
         Measurement.load(folder)
 
 
-def test_scores_are_read_and_cosines_computed_once_for_all_statistics() -> None:
+def test_scores_are_read_and_cosines_computed_once_for_all_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(query_blocks, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(query_blocks, "SMALLEST_BLOCK", 4)
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, 9, 4, generator=generator) for heads in (4, 2))
     seen: list[Block] = []
@@ -128,7 +131,7 @@ def test_scores_are_read_and_cosines_computed_once_for_all_statistics() -> None:
             seen.append(part)
             return super().block(part)
 
-    rows = score_rows(ScoreMatrix(q, k), block=4)  # a generator: it can be read but once
+    rows = score_rows(ScoreMatrix(q, k))  # a generator: it can be read but once
     means, _ = layer_details(rows, real_tokens(torch.ones(1, 9)), Counted(q, k, CAUSAL), [0])
     assert [(part.start, part.stop) for part in seen] == [(0, 4), (4, 8), (8, 9)]
     assert set(means) == {name for name, one in STATISTICS.items() if isinstance(one, OfRows)}

@@ -8,7 +8,7 @@ import torch
 from closeness import assert_close, assert_same_rates
 from own_models import llama_of
 
-from sinklab.data.prepare import prepare
+from sinklab.data.prepare import prepare, settings_of
 from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.train.directory.run import load_run, open_run
@@ -32,7 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tenso
     text = folder / "text.jsonl"
     rows = ({"text": " ".join(f"w{(i * j) % 37} and {(i + j) % 11}" for j in range(40))} for i in range(400))
     text.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = prepare(str(text), "train:300", folder / "tokens", valid_fraction=0.2)
+    data = prepare(settings_of(str(text), "train:300", valid_fraction=0.2), folder / "tokens")
     trainer = Trainer(open_run(build_recipe(RECIPE), data, folder / "run"))
     trainer.train()
     return folder / "run", torch.cat(trainer.evaluator.batches)[:30, :48]

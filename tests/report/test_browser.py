@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from report_fixtures import make_lab, make_run
 
-from sinklab.report import write_report
+from sinklab.report.page import write_report
 
 pytestmark = pytest.mark.browser
 

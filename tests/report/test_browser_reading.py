@@ -19,7 +19,7 @@ from test_browser_sweep import BRING_NEAR, UNFOLD
 from sinklab.files import write_json
 from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
-from sinklab.report import write_report
+from sinklab.report.page import write_report
 from sinklab.survey.compare import Comparison
 
 pytestmark = pytest.mark.browser

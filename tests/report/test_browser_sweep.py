@@ -11,7 +11,7 @@ from browser import BrowserTab, browser_tab
 from sweep_fixtures import CELLS, EXPERIMENTS, MadeCell, judge_the_paper, make_sweep, many_experiments
 from test_browser import browser  # noqa: F401
 
-from sinklab.report import write_report
+from sinklab.report.page import write_report
 
 pytestmark = pytest.mark.browser
 

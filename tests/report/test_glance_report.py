@@ -13,10 +13,10 @@ from test_sweep_report import charts_of
 
 from sinklab.experiments.paper import statements
 from sinklab.experiments.verdicts import RULE
-from sinklab.report import write_report
 from sinklab.report.collect import collect
 from sinklab.report.leaderboard import leaderboard
 from sinklab.report.packing import pack_sweep, readme
+from sinklab.report.page import write_report
 from sinklab.report.sections import experiment_sections, glance, grouped
 from sinklab.report.sweeps import origins
 

@@ -215,7 +215,7 @@ def test_a_damaged_recipe_is_named(text: str, tmp_path: Path) -> None:
 
 def test_a_summary_with_a_wrong_value_is_named_with_its_key(tmp_path: Path) -> None:
     write(tmp_path / "summary.json", {"cells": {"mine": {"seeds": "many"}}})
-    with pytest.raises(InputError, match=r"summary\.json is not a summary of experiments: cells\.mine\.seeds: "):
+    with pytest.raises(InputError, match=r"summary\.json cannot be read \(cells\.mine\.seeds: "):
         collect([tmp_path])
 
 
@@ -234,5 +234,5 @@ def test_a_result_of_several_measurements_that_cannot_be_read_is_named(
         return read(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "read_text", refuse)  # root reads any file
-    with pytest.raises(InputError, match=r"domains\.json cannot be read: .*Permission denied"):
+    with pytest.raises(InputError, match=r"domains\.json cannot be read \(Permission denied\): rerun"):
         collect([tmp_path])

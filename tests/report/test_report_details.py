@@ -18,12 +18,13 @@ from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
-from sinklab.report import theme, write_report
+from sinklab.report import theme
 from sinklab.report.charts import Figure, scale_over
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.figures import figures
 from sinklab.report.measurement_figures import explorers
+from sinklab.report.page import write_report
 
 LENGTH = 70  # maps of more than 64 positions are thinned
 

@@ -14,8 +14,7 @@ from report_fixtures import HOSTILE, make_lab, make_measurement, make_run
 from sinklab.errors import InputError
 from sinklab.measuring.findings import Ablation, Propositions
 from sinklab.measuring.measurement import Measurement
-from sinklab.report import write_report
-from sinklab.report.page import content_policy, json_for_script
+from sinklab.report.page import content_policy, json_for_script, write_report
 
 
 class Page(HTMLParser):
@@ -71,10 +70,18 @@ def test_the_page_shows_ablations_and_propositions_where_there_are_some(tmp_path
     ablation = {"name": "mask_first:4", "what": f"four keys hidden {HOSTILE}", "first_target": 6, "sink_rate": [0.0]}
     losses = {"loss_before": 2.5, "loss_after": 3.25, "loss_change": 0.75}
     rates = {"sink_rate_before": 12.5, "sink_rate_after": 0.0}
+    highest = dict.fromkeys(f"sink_max{of}_{when}" for of in ("", "_position") for when in ("before", "after"))
     proved = {"number": 1, "statement": "attention is 1/t", "attention_deviation": 1e-7, "bound_slack": None}
-    checked = {"tokens": 8, "length": 64, "hidden_deviation": 2e-7, "tolerance": 3e-4, "holds": True}
+    checked = {
+        "tokens": 8,
+        "length": 64,
+        "hidden_deviation": 2e-7,
+        "tolerance": 3e-4,
+        "dtype": "float32",
+        "holds": True,
+    }
     found = {
-        "ablations": [Ablation.model_validate(ablation | losses | rates)],
+        "ablations": [Ablation.model_validate(ablation | losses | rates | highest)],
         "propositions": Propositions.model_validate({"position": "none"} | proved | checked),
     }
     measured.model_copy(update=found).save(tmp_path / "model")

@@ -8,8 +8,8 @@ from made_assessment import make_assessment
 from sweep_fixtures import CELLS, EXPERIMENTS, MadeCell, make_sweep
 from test_report_html import Page
 
-from sinklab.report import write_report
 from sinklab.report.packing import pack_sweep
+from sinklab.report.page import write_report
 
 ONE = {"table_4": EXPERIMENTS["table_4"]}
 BOARD = {"mitigations": EXPERIMENTS["mitigations"]}

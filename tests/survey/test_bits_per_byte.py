@@ -19,7 +19,7 @@ from sinklab.commands.terminal.results import print_measurement
 from sinklab.data.spelling import UNKNOWN, spelling
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
-from sinklab.report import write_report
+from sinklab.report.page import write_report
 from sinklab.survey.compare import compare_models
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request

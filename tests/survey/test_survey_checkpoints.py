@@ -16,10 +16,10 @@ from trained_run import LENGTH, trained_run
 from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
-from sinklab.report import write_report
 from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import collect
 from sinklab.report.figures import figures
+from sinklab.report.page import write_report
 from sinklab.survey.checkpoints import measure_checkpoints, saved_models, step_in
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request

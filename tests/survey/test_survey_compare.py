@@ -13,7 +13,7 @@ from sinklab.measuring.inputs import default_prefix, natural_text, pretrained_en
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.models.huggingface.rendering import Conversations
-from sinklab.report import write_report
+from sinklab.report.page import write_report
 from sinklab.survey.compare import compare_models, labels
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request

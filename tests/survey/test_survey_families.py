@@ -13,9 +13,9 @@ from tiny_models import text_file, tiny_model
 
 from sinklab.errors import InputError
 from sinklab.measuring.options import Options, Study
-from sinklab.report import write_report
 from sinklab.report.cells import cells_table
 from sinklab.report.collect import collect
+from sinklab.report.page import write_report
 from sinklab.survey.families import measure_families, published, sizes
 from sinklab.survey.open_models import families, models_of
 from sinklab.survey.request import Request

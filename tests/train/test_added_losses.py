@@ -8,7 +8,7 @@ import torch
 from closeness import assert_close
 from torch import Tensor
 
-from sinklab.data.prepare import prepare
+from sinklab.data.prepare import prepare, settings_of
 from sinklab.data.shards import TokenDataset
 from sinklab.model.loss import AddedLosses
 from sinklab.model.transformer import Transformer
@@ -30,7 +30,7 @@ BOTH = {"hidden_z": {"weight": 0.3}, "tweo": {"weight": 0.2, "tau": 0.5, "p": 3.
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
-    return prepare(recipe().data.source, "words", tmp_path_factory.mktemp("data"), valid_fraction=0.2)
+    return prepare(settings_of(recipe().data.source, "words", valid_fraction=0.2), tmp_path_factory.mktemp("data"))
 
 
 def recipe(**changes: Any) -> Recipe:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import Run, on_one_line
 
-from sinklab.data.prepare import prepare
+from sinklab.data.prepare import prepare, settings_of
 from sinklab.errors import InputError
 from sinklab.train import planning
 from sinklab.train.planning import check_fits, memory_estimate, sized
@@ -72,7 +72,7 @@ def test_each_kind_of_layer_of_a_hybrid_is_counted(monkeypatch: pytest.MonkeyPat
 
 def test_prepared_text_is_planned_with_its_vocabulary_and_not_that_of_an_ignored_tokenizer(tmp_path: Path) -> None:
     source = "synthetic:bigram_backcopy:length=65,documents=20"
-    prepare(source, "words", tmp_path)
+    prepare(settings_of(source, "words"), tmp_path)
     asked = load_recipe("tiny", [f"data.source={tmp_path}", "data.tokenizer=train:1024"])
     size = sized(asked, torch.device("cpu"), lambda: pytest.fail("prepared again")).model.vocab_size
     assert size == 69

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from sinklab.compiling import can_compile
-from sinklab.data.prepare import prepare
+from sinklab.data.prepare import prepare, settings_of
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
 from sinklab.train.directory.checkpoint import save_checkpoint
@@ -39,7 +39,9 @@ DIVERGING = {"optim": {"name": "sgd", "lr": 1e12, "clip": None}, "schedule": {"w
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
     """A small synthetic corpus, prepared."""
     folder = tmp_path_factory.mktemp("tokens")
-    return prepare("synthetic:bigram_backcopy:length=17,documents=200", "words", folder, valid_fraction=0.1)
+    return prepare(
+        settings_of("synthetic:bigram_backcopy:length=17,documents=200", "words", valid_fraction=0.1), folder
+    )
 
 
 def recipe(**changes: object) -> Recipe:

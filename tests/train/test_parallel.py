@@ -12,7 +12,7 @@ import torch
 import yaml
 from commands import Command, call_together, together
 
-from sinklab.data.prepare import prepare
+from sinklab.data.prepare import prepare, settings_of
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
 from sinklab.train.directory import lock
@@ -36,7 +36,7 @@ BASE = {
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small synthetic corpus, prepared."""
     folder = tmp_path_factory.mktemp("tokens")
-    prepare("synthetic:bigram_backcopy:length=17,documents=400", "words", folder, valid_fraction=0.1)
+    prepare(settings_of("synthetic:bigram_backcopy:length=17,documents=400", "words", valid_fraction=0.1), folder)
     return folder
 
 

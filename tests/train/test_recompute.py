@@ -10,7 +10,7 @@ import torch
 from sampling import one_in
 from torch import Tensor
 
-from sinklab.data.prepare import prepare
+from sinklab.data.prepare import prepare, settings_of
 from sinklab.device import float32_matmul
 from sinklab.interventions import VARIANTS
 from sinklab.model.transformer import Transformer
@@ -80,7 +80,9 @@ def test_compiled_blocks_can_be_recomputed(name: str, monkeypatch: pytest.Monkey
 @pytest.fixture
 def trained(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """Trains a small run with these settings of `train`; gives its metrics without what depends on the clock."""
-    data = prepare("synthetic:bigram_backcopy:length=17,documents=200", "words", tmp_path / "data", valid_fraction=0.2)
+    data = prepare(
+        settings_of("synthetic:bigram_backcopy:length=17,documents=200", "words", valid_fraction=0.2), tmp_path / "data"
+    )
 
     def train(**settings: object) -> list[dict[str, Any]]:
         out = tmp_path / "-".join(map(str, settings.values()))

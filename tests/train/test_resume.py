@@ -12,7 +12,7 @@ from same_run import assert_same_run
 from sampling import one_in
 from torch import Tensor
 
-from sinklab.data.prepare import prepare
+from sinklab.data.prepare import prepare, settings_of
 from sinklab.data.shards import TokenDataset
 from sinklab.files import sha256_of
 from sinklab.interventions import VARIANTS
@@ -40,7 +40,7 @@ SEEN = 1e-6
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small synthetic corpus, prepared."""
     folder = tmp_path_factory.mktemp("tokens")
-    prepare(SOURCE, "words", folder, valid_fraction=0.1)
+    prepare(settings_of(SOURCE, "words", valid_fraction=0.1), folder)
     return folder
 
 

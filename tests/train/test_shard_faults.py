@@ -15,7 +15,7 @@ import yaml
 from commands import call_together
 from safetensors.torch import load_file
 
-from sinklab.data.prepare import prepare
+from sinklab.data.prepare import prepare, settings_of
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import SinklabError
 from sinklab.train.directory.run import open_run
@@ -37,7 +37,7 @@ NO_PROC = pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="Linux'
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small synthetic corpus, prepared."""
     folder = tmp_path_factory.mktemp("tokens")
-    prepare("synthetic:bigram_backcopy:length=17,documents=200", "words", folder, valid_fraction=0.1)
+    prepare(settings_of("synthetic:bigram_backcopy:length=17,documents=200", "words", valid_fraction=0.1), folder)
     return folder
 
 

@@ -15,7 +15,7 @@ from torch._inductor import config as inductor_config
 from sinklab.commands.terminal.progress import describe
 from sinklab.compiling import can_compile, compiled
 from sinklab.data.loader import Prefetcher
-from sinklab.data.prepare import prepare
+from sinklab.data.prepare import prepare, settings_of
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import SinklabError
 from sinklab.interventions import VARIANTS
@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
     """Tokens of a small synthetic corpus."""
-    return prepare(recipe().data.source, "words", tmp_path_factory.mktemp("data"), valid_fraction=0.2)
+    return prepare(settings_of(recipe().data.source, "words", valid_fraction=0.2), tmp_path_factory.mktemp("data"))
 
 
 def recipe(**changes: object) -> Recipe:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from same_run import assert_same_run, contents
 
-from sinklab.data.prepare import prepare
+from sinklab.data.prepare import prepare, settings_of
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError, StoppedError
 from sinklab.measuring.measurement import Measurement
@@ -41,7 +41,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
         for i in range(400):
             words = " ".join(f"w{(i * j) % 37} and {(i + j) % 11}" for j in range(40))
             file.write(json.dumps({"text": words}) + "\n")
-    return prepare(str(source), "train:300", folder / "tokens", valid_fraction=0.2)
+    return prepare(settings_of(str(source), "train:300", valid_fraction=0.2), folder / "tokens")
 
 
 def recipe(**changes: object) -> Recipe:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from commands import call_together
 
-from sinklab.errors import LostProcessError
+from sinklab.errors import SinklabError
 from sinklab.train.world import PATIENCE, World, joined_world, own_card
 
 
@@ -31,7 +31,7 @@ def test_a_port_in_use_ends_the_process_in_a_sentence(
         given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         for name, value in given.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(LostProcessError, match=f"rank 0 of 2 failed.*{port}"), joined_world():
+        with pytest.raises(SinklabError, match=f"rank 0 of 2 failed.*{port}"), joined_world():
             pass
     assert "Traceback" not in capfd.readouterr().err
 

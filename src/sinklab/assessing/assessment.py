@@ -9,8 +9,7 @@ from pydantic import Field, SerializeAsAny, SerializerFunctionWrapHandler, model
 
 from sinklab.assessing.part import AssessPart, PartRow
 from sinklab.assessing.parts import PARTS, PartName
-from sinklab.errors import InputError
-from sinklab.files import parse_json
+from sinklab.files import read_document
 from sinklab.schema import VersionedDocument
 
 ASSESSMENT = "assessment.json"
@@ -139,12 +138,7 @@ def load_assessment(path: Path) -> Assessment:
     Raises:
         InputError: if the file is missing, cannot be read, or is not a valid assessment.
     """
-    try:
-        return Assessment.model_validate(parse_json(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{path} cannot be read as an assessment ({error}): move it away, or choose another directory"
-        ) from error
+    return read_document(Assessment, path, "move it away, or choose another directory")
 
 
 def comparable(assessments: Mapping[str, Assessment]) -> dict[str, Assessment]:

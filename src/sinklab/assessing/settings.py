@@ -177,7 +177,7 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
         raise InputError(
             f"--keep {first}: the smallest cache has only {min(caches)} keys: set a smaller --keep or a larger --cache"
         )
-    if not 1 <= options.sink_tokens <= length // 4:
+    if options.sink_tokens > length // 4:
         raise InputError(
             f"--sink-tokens {options.sink_tokens}: set 1 to {length // 4}, at most a quarter of the tokens per sequence"
         )

@@ -83,16 +83,13 @@ class Rows:
 
 
 @torch.no_grad()
-def score_rows(
-    matrix: bl.ScoreMatrix, bias_logits_BHT: Tensor | None = None, block: int | None = None
-) -> Iterator[Rows]:
+def score_rows(matrix: bl.ScoreMatrix, bias_logits_BHT: Tensor | None = None) -> Iterator[Rows]:
     """Yield the rows of the attention matrix, exp(logit) divided by the row sum, in blocks of queries.
 
     Args:
         matrix: queries, keys, mask and score function.
         bias_logits_BHT: logit of a bias key or sink logit, which is included in the row sum, broadcastable to
             (B, H, T); None without one.
-        block: number of queries per block; by default as in `ScoreMatrix.blocks`.
 
     Raises:
         ValueError: if the shapes of queries and keys do not match.
@@ -102,7 +99,7 @@ def score_rows(
     bias_BHT = None
     if bias_logits_BHT is not None:
         bias_BHT = bias_logits_BHT.to(bl.accumulate_dtype(q_BHTD.dtype)).expand(q_BHTD.shape[:3])
-    for part in matrix.blocks(block):
+    for part in matrix.blocks():
         logits = matrix.logits(part)
         lse, share = torch.logsumexp(logits, -1), None
         if bias_BHT is not None:

@@ -147,16 +147,15 @@ class ScoreMatrix:
         """Position of the first query among the keys, S - T."""
         return self.k_BGSD.shape[2] - self.q_BHTD.shape[2]
 
-    def blocks(self, size: int | None = None) -> Iterator[Block]:
+    def blocks(self) -> Iterator[Block]:
         """Yield the blocks of queries in order, each with the keys that any of its queries may see.
 
-        Args:
-            size: number of queries per block. The default is the largest number with at most BLOCK_ELEMENTS scores per
-                block (BLOCK_ELEMENTS_CUDA on CUDA) over all sequences and heads, but at least SMALLEST_BLOCK.
+        A block has at most BLOCK_ELEMENTS scores (BLOCK_ELEMENTS_CUDA on CUDA) over all sequences and heads, unless it
+        has only SMALLEST_BLOCK queries.
         """
         (B, H, T, _), S = self.q_BHTD.shape, self.k_BGSD.shape[2]
         elements = BLOCK_ELEMENTS_CUDA if self.q_BHTD.is_cuda else BLOCK_ELEMENTS
-        size = size or max(SMALLEST_BLOCK, elements // (B * H * S))
+        size = max(SMALLEST_BLOCK, elements // (B * H * S))
         for start in range(0, T, size):
             stop = min(start + size, T)
             yield Block(start, stop, *self.mask.key_range(start + S - T, stop + S - T, S))

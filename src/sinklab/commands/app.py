@@ -194,8 +194,8 @@ def report(
     Example: sinklab report runs/lab --format svg
     """
     from sinklab.commands.terminal.results import print_report
-    from sinklab.report import write_report
     from sinklab.report.collect import collect
+    from sinklab.report.page import write_page
 
     if pack is not None:
         from sinklab.report.packing import pack_sweep
@@ -204,8 +204,8 @@ def report(
             packed = pack_sweep(directories, pack)
         stderr().print(f"packed: {packed}", **PLAIN)
     with JobProgress(stderr(), phase="writing the report"):
-        path = write_report(directories, out, tuple(formats or ()))
         found = collect(directories)
+        path = write_page(found, out, formats or ())
     print_report(found, Console())
     stderr().print(f"report: {path}", **PLAIN)
 

@@ -107,7 +107,7 @@ def prepare(
     Encoding uses all cores, or RAYON_NUM_THREADS threads.
     """
     from sinklab.commands.terminal.plans import print_estimate
-    from sinklab.data.prepare import prepare_settings, settings_of
+    from sinklab.data.prepare import prepare, settings_of
     from sinklab.data.texts import estimate
 
     settings = settings_of(source, mix=options.mix, **options.model_dump())
@@ -117,7 +117,7 @@ def prepare(
         print_result(as_json, lambda: asdict(found), lambda out: print_estimate(found, out))
         return
     with keeping_what_is_finished(), DataBoard(stderr()) as board:
-        dataset = prepare_settings(settings, out, board, board.counted)
+        dataset = prepare(settings, out, board, board.counted)
     if as_json:
         print((out / "data.json").read_text(encoding="utf-8"))
         return

@@ -18,7 +18,7 @@ from sinklab.jobs.progress import StepProgress
 from sinklab.measuring.frames import write_tables
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.huggingface.loading import Loading
-from sinklab.report import write_report
+from sinklab.outputs import RUNS
 from sinklab.survey.checkpoints import folders_without_step, measure_checkpoints, saved_models
 from sinklab.survey.compare import Comparison, compare_models
 from sinklab.survey.families import measure_families, sizes
@@ -27,7 +27,7 @@ from sinklab.survey.measure_one import measure_model
 from sinklab.survey.open_models import models_of
 from sinklab.survey.request import Request
 
-FAMILIES_OUT = Path("runs/families")
+FAMILIES_OUT = RUNS / "families"
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,8 @@ class Invocation:
 
     def _draw(self) -> None:
         if self.out is not None:
+            from sinklab.report.page import write_report
+
             with JobProgress(stderr(), phase="writing the report"):
                 path = write_report([self.out])
             stderr().print(f"report: {path}", **PLAIN)

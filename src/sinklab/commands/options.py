@@ -14,13 +14,13 @@ from sinklab.commands.ending import say_on, stderr
 from sinklab.commands.terminal.progress import JobProgress
 from sinklab.errors import InputError, UnsavedError
 from sinklab.experiments.sweep.engines import EngineName
+from sinklab.outputs import RUNS
 from sinklab.settings import ADVANCED, INPUT, OUTPUT, CommandSettings, Flag, Several
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
     from sinklab.models.huggingface.loading import Loading
 
-RUNS = Path("runs")
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
 

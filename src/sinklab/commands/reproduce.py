@@ -10,9 +10,10 @@ from rich.console import Console
 
 from sinklab.commands.ending import PLAIN, stderr
 from sinklab.commands.from_model import with_options
-from sinklab.commands.options import MOST_SEEDS, RUNS, Json, ReproduceSettings, option, print_result
+from sinklab.commands.options import MOST_SEEDS, Json, ReproduceSettings, option, print_result
 from sinklab.commands.terminal.progress import JobProgress
 from sinklab.errors import InputError
+from sinklab.outputs import RUNS
 from sinklab.settings import INPUT, OUTPUT, option_name
 from sinklab.signals import keeping_what_is_finished
 

@@ -45,8 +45,7 @@ from sinklab.experiments.sweep.plan import (
 from sinklab.experiments.sweep.preview import Preview, pace_here, pace_of_runs, preview
 from sinklab.jobs.progress import Observer
 from sinklab.models.huggingface.loading import Loading
-from sinklab.outputs import REPORT, check_results
-from sinklab.report import write_report
+from sinklab.outputs import REPORT, RUNS, check_results
 from sinklab.signals import INTERRUPTED, PreemptedError
 from sinklab.survey.compare import labels
 from sinklab.train.directory.lock import HeldError, is_written
@@ -54,7 +53,7 @@ from sinklab.train.directory.run import emulation_warning
 from sinklab.tuning.sft_dataset import TuneSources
 from sinklab.tuning.tune import check_extra, check_tuned, tune
 
-MODELS = Path("runs/models")
+MODELS = RUNS / "models"
 NAMED = "named"
 """Folder in MODELS for the results of experiments with fixed models."""
 
@@ -182,6 +181,8 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
     finally:
         summary = summarised()
         summary.save(out)
+    from sinklab.report.page import write_report
+
     with JobProgress(console, phase="writing the report"):
         write_report([out])
     print_result(as_json, lambda: summary.model_dump(by_alias=True), lambda out: print_summary(summary, now, out))
@@ -320,6 +321,8 @@ def measure_experiments(experiments: Sequence[Experiment], settings: ReproduceSe
     print_result(as_json, lambda: written[0] if len(written) == 1 else written, show)
     for place in places.values():
         if any(place.rglob("measurement.json")):
+            from sinklab.report.page import write_report
+
             with JobProgress(console, phase="writing the report"):
                 path = write_report([place])
             console.print(f"report: {path}", **PLAIN)

@@ -37,35 +37,12 @@ FILES = ("train.bin", "valid.bin", "tokenizer.json", "tokenizer_config.json")
 PARTIAL, SETTINGS = "partial", "settings.json"
 
 
-def prepare(
-    source: str,
-    tokenizer: str,
-    out: Path,
-    *,
-    progress: StageProgress | None = None,
-    counted: Counted | None = None,
-    **selection: Any,
-) -> TokenDataset:
-    """Write the token shards of a source to `out`, unless they exist with the same settings, and return them opened.
+def settings_of(source: str, tokenizer: str, **selection: Any) -> Settings:
+    """Build the settings of data preparation.
 
     Args:
         source, tokenizer: as in `DataConfig`.
-        out: output folder; other files in it are not modified.
-        progress, counted: see `StageProgress` and `Counted`.
         selection: `valid_fraction`, `text_limit_bytes`, `mix` and `token_limit`, with the defaults of `DataConfig`.
-
-    Raises:
-        InputError: if a value is invalid, the source or tokenizer cannot be used, there are fewer than two documents,
-            `out` is a file, or `out` contains data with other settings, or files that would be overwritten and were not
-            written by data preparation.
-        SinklabError: if `out` cannot be written (after a full disk, finished parts are kept and the same call resumes),
-            or the data in `out` is damaged.
-    """
-    return prepare_settings(settings_of(source, tokenizer, **selection), out, progress, counted)
-
-
-def settings_of(source: str, tokenizer: str, **selection: Any) -> Settings:
-    """Build the settings of data preparation from the arguments of `prepare`.
 
     Raises:
         InputError: if a value is invalid, or the source does not exist or is already prepared.
@@ -94,7 +71,7 @@ def prepared(config: DataConfig, cache: Path | None = None, progress: StageProgr
     if is_prepared(folder):
         return TokenDataset(folder)
     settings = _settings(config)
-    return prepare_settings(settings, _in_cache(settings, cache), progress)
+    return prepare(settings, _in_cache(settings, cache), progress)
 
 
 def find_prepared(config: DataConfig) -> TokenDataset | None:
@@ -141,12 +118,21 @@ def _in_cache(settings: Settings, cache: Path | None = None) -> Path:
     return (cache or cache_folder()) / "data" / key
 
 
-def prepare_settings(
+def prepare(
     settings: Settings, out: Path, progress: StageProgress | None = None, counted: Counted | None = None
 ) -> TokenDataset:
     """Write the token shards for `settings` to `out`, unless they exist, and return them opened.
 
-    Raises the same errors as `prepare`.
+    Args:
+        out: output folder; other files in it are not modified.
+        progress, counted: see `StageProgress` and `Counted`.
+
+    Raises:
+        InputError: if the source or tokenizer cannot be used, there are fewer than two documents, `out` is a file, or
+            `out` contains data with other settings, or files that would be overwritten and were not written by data
+            preparation.
+        SinklabError: if `out` cannot be written (after a full disk, finished parts are kept and the same call resumes),
+            or the data in `out` is damaged.
     """
     try:
         if not is_prepared(out):

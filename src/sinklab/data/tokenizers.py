@@ -93,17 +93,15 @@ class Tokenizer:
         assert token is not None, f"{token_id} is not an id of this vocabulary"
         return token
 
-    def save(self, directory: Path) -> Path:
-        """Write tokenizer.json and tokenizer_config.json for `AutoTokenizer`; return the path of tokenizer.json.
+    def save(self, directory: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json for `AutoTokenizer`.
 
         Raises:
             SinklabError: if a file cannot be written.
         """
-        path = directory / "tokenizer.json"
-        write_text(path, self.backend.to_str(pretty=True))
+        write_text(directory / "tokenizer.json", self.backend.to_str(pretty=True))
         names = {"eos_token": self.token(self.eos_id), "bos_token": self.token(self.bos_id)}
         write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
-        return path
 
 
 def trained_size(name: str) -> int | None:

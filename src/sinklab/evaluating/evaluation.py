@@ -8,8 +8,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from sinklab.errors import InputError
-from sinklab.files import parse_json
+from sinklab.files import read_document
 from sinklab.schema import ReadDocument, VersionedDocument
 from sinklab.settings import ADVANCED, INPUT, MOST, CommandSettings, Flag, Seed, Several, split_names
 
@@ -155,7 +154,4 @@ def load_scores(path: Path) -> DownstreamScores:
     Raises:
         InputError: if the file cannot be read or is not an evaluation.
     """
-    try:
-        return DownstreamScores.model_validate(parse_json(path.read_text("utf-8")))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read as an evaluation ({error}): choose another --out") from error
+    return read_document(DownstreamScores, path, "move it away, or choose another --out")

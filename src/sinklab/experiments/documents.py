@@ -8,8 +8,8 @@ from typing import Literal, get_args
 
 from pydantic import ConfigDict, Field, computed_field
 
-from sinklab.errors import InputError, cause
-from sinklab.files import parse_json, sha256_of, write_json
+from sinklab.errors import InputError
+from sinklab.files import read_document, sha256_of, write_json
 from sinklab.measuring.statistics.highest import highest_rate
 from sinklab.schema import ReadDocument, VersionedDocument, finite_or_none
 
@@ -263,8 +263,6 @@ class JudgedClaim(ReadDocument):
             or --text was passed.
     """
 
-    model_config = ConfigDict(coerce_numbers_to_str=True)
-
     id: str = ""
     experiment: str = ""
     text: str = ""
@@ -375,7 +373,7 @@ class Summary(ReadDocument):
         counts: number of claims by kind of analysis and verdict (`verdict_counts`).
     """
 
-    schema_version: int = Field(default=3, alias="schema")
+    schema_version: Literal[3] = Field(default=3, alias="schema")
     id: str = ""
     title: str = ""
     scale: str = ""
@@ -436,16 +434,8 @@ def read_record(directory: Path) -> RunRecord | None:
     Raises:
         InputError: if the record cannot be read, is damaged or has another schema version.
     """
-    path = directory / RECORD
-    try:
-        return RunRecord.model_validate(parse_json(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{path} cannot be read ({cause(error)}): if it is damaged or has another schema version, "
-            "remove it to record the run again"
-        ) from error
+    remedy = "if it is damaged or has another schema version, remove it to record the run again"
+    return read_document(RunRecord, directory / RECORD, remedy) if (directory / RECORD).exists() else None
 
 
 def record_of(directory: Path, run_hash: str) -> RunRecord | None:

@@ -20,8 +20,8 @@ class Ablation(Part):
         sink_rate_before: Sink_1 without the ablation, percent.
         sink_rate_after: Sink_1 with the ablation, percent. For no_bos, position 1 is the first token of the text.
         sink_rate: sink rate by position with the ablation, percent, from position 1.
-        sink_max_before, sink_max_after: highest sink rate among positions 1 to T / 2 (highest.py), percent. These and
-            the following fields are None in older files.
+        sink_max_before, sink_max_after: highest sink rate among positions 1 to T / 2 (highest.py), percent; None if no
+            rate is known.
         sink_max_position_before, sink_max_position_after: position of the highest sink rate, 1-based.
         largest_before, largest_after: for zero_massive, the activation with the largest ratio to its block's median in
             the first sequence, including learned tokens, without and with the ablation. None for other ablations.
@@ -38,10 +38,10 @@ class Ablation(Part):
     sink_rate_before: float = Field(ge=0, le=100)
     sink_rate_after: float = Field(ge=0, le=100)
     sink_rate: list[float]
-    sink_max_before: float | None = Field(default=None, ge=0, le=100)
-    sink_max_position_before: int | None = Field(default=None, ge=1)
-    sink_max_after: float | None = Field(default=None, ge=0, le=100)
-    sink_max_position_after: int | None = Field(default=None, ge=1)
+    sink_max_before: float | None = Field(ge=0, le=100)
+    sink_max_position_before: int | None = Field(ge=1)
+    sink_max_after: float | None = Field(ge=0, le=100)
+    sink_max_position_after: int | None = Field(ge=1)
     largest_before: MassiveActivation | None = None
     largest_after: MassiveActivation | None = None
     still_massive: bool | None = None
@@ -106,7 +106,7 @@ class Propositions(Part):
             None for other embeddings.
         tolerance: size up to which deviations, and the excess of a weight over its bound, are attributed to rounding.
         dtype: dtype of the hidden states in the check. A model of lower precision is checked in float32 if it can be
-            converted (`in_float32`). None in older files.
+            converted (`in_float32`).
         holds: whether the deviations are at most `tolerance` and `bound_slack` is at least -`tolerance`. None
             (inconclusive) if they are not and the dtype has less precision than float32.
     """
@@ -120,5 +120,5 @@ class Propositions(Part):
     attention_deviation: FiniteFloat | None
     bound_slack: FiniteFloat | None
     tolerance: FiniteFloat
-    dtype: str | None = None
+    dtype: str
     holds: bool | None

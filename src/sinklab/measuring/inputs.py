@@ -67,9 +67,9 @@ def natural_text(
 
     Raises:
         InputError: if the text is missing, cannot be read, is empty or malformed, or has too few sequences (the message
-            states how many); if N is below 1; or if T is not greater than the length of `prefix`.
+            states how many); or if T is not greater than the length of `prefix`.
     """
-    _check_shape(sequences, length, len(prefix))
+    _check_shape(length, len(prefix))
     cutter = _Cutter(encode, length - len(prefix), render)
     rows = list(islice(cutter.sequences(text), sequences))
     if len(rows) < sequences and not (fewer and rows):
@@ -103,9 +103,9 @@ def drawn_text(
 
     Raises:
         InputError: if the text is missing, cannot be read, is empty or malformed, or has no sequence left for this
-            draw; if N is below 1; or if T is not greater than the length of `prefix`.
+            draw; or if T is not greater than the length of `prefix`.
     """
-    _check_shape(sequences, length, len(prefix))
+    _check_shape(length, len(prefix))
     cutter = _Cutter(encode, length - len(prefix), render, everything=True)
     pool = list(islice(cutter.sequences(text), POOL * sequences))
     if not pool:
@@ -221,21 +221,12 @@ class _Cutter:
 
 
 def random_tokens(vocabulary: int, *, sequences: int, length: int, seed: int = 0) -> Tensor:
-    """Draw tokens_NT (int64) uniformly from the ids 0 .. vocabulary - 1; the same seed gives the same tokens.
-
-    Raises:
-        InputError: if `sequences` or `length` is below 1.
-    """
-    _check_shape(sequences, length)
+    """Draw tokens_NT (int64) uniformly from the ids 0 .. vocabulary - 1; the same seed gives the same tokens."""
     return torch.randint(vocabulary, (sequences, length), generator=torch.Generator().manual_seed(seed))
 
 
 def repeated_tokens(vocabulary: int, *, sequences: int, length: int, seed: int = 0) -> Tensor:
-    """Draw one token id per sequence and repeat it to `length`: tokens_NT; the same seed gives the same tokens.
-
-    Raises:
-        InputError: if `sequences` is below 1.
-    """
+    """Draw one token id per sequence and repeat it to `length`: tokens_NT; the same seed gives the same tokens."""
     return random_tokens(vocabulary, sequences=sequences, length=1, seed=seed).repeat(1, length)
 
 
@@ -254,9 +245,7 @@ def default_prefix(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     return []
 
 
-def _check_shape(sequences: int, length: int, prefix: int = 0) -> None:
-    if sequences < 1:
-        raise InputError(f"--sequences {sequences}: use at least 1")
+def _check_shape(length: int, prefix: int) -> None:
     if length <= prefix:
         raise InputError(
             f"--length {length}: use at least {prefix + 1}, one more than the number of special tokens ({prefix})"

@@ -3,34 +3,36 @@
 A run in progress is read up to its last complete evaluation; the last line of `metrics.jsonl` may be incomplete.
 """
 
-import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, StrictInt, ValidationError
+from pydantic import Field, StrictInt, ValidationError
 
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.experiments.documents import SUMMARY, CellSummary, Summary, read_record
 from sinklab.experiments.sweep.packed import is_packed
-from sinklab.files import parse_json, parse_yaml
+from sinklab.files import folders_with, parse_json, read_document, read_mapping
 from sinklab.measuring.statistics.highest import later_sink_text
 from sinklab.report.data import ReportData, ReportedRun, Suite, grouped, model_name, recipe_changes
 from sinklab.report.sweeps import Sweep, read_sweep
 from sinklab.schema import ReadDocument, leaves
 from sinklab.survey.suites import CheckpointsDocument, ComparisonDocument, DomainsDocument, FamiliesDocument
 from sinklab.train.directory.checkpoint import steps_saved
-from sinklab.train.directory.history import Evaluation, finite, read_history
+from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.directory.lock import is_held
 
 SEED_FOLDER = re.compile(r"seed_(\d+)")
 LOOKED_FOR = "recipe.yaml (a run), measurement.json, assessment.json or summary.json with cells (experiments)"
-READ_SCHEMA = Summary.model_fields["schema_version"].default
-"""Supported schema version of summary.json; a file without a version is read as this version."""
+REPAIR = "repair it or leave its folder out"
+REWRITE = (
+    "rerun `sinklab reproduce`, which rewrites the file and keeps finished runs, use the version of sinklab that wrote "
+    "it, or leave its folder out"
+)
 
 SUITES = {
     "domains.json": DomainsDocument,
@@ -38,7 +40,6 @@ SUITES = {
     "families.json": FamiliesDocument,
     "checkpoints.json": CheckpointsDocument,
 }
-D = TypeVar("D", bound=BaseModel)
 
 
 class _ReadTraining(ReadDocument):
@@ -74,23 +75,18 @@ def collect(dirs: list[Path]) -> ReportData:
     runs: list[ReportedRun] = []
     cells: dict[str, CellSummary] = {}
     sweeps: list[Sweep] = []
-    for top in dirs:
-        if not top.is_dir():
-            raise InputError(f"{top} is not a directory: expected a folder with {LOOKED_FOR}.")
+    _check_folders(dirs, f"a folder with {LOOKED_FOR}")
     dirs = list({top.resolve(): top for top in dirs}.values())
     for top in dirs:
-        summary = _read_summary(top / SUMMARY)
+        summary = read_document(Summary, top / SUMMARY, REWRITE) if (top / SUMMARY).is_file() else Summary()
         if summary.experiments:
             sweeps.append(read_sweep(top, summary))
         found, known = _runs_of(top, summary)
         prefix = _free_prefix(top, {*known, *(run.cell for run in found)}, {*cells, *(run.cell for run in runs)})
         runs += [replace(run, cell=prefix + run.cell) for run in found]
         cells |= {prefix + name: cell for name, cell in known.items()}
-    repeat = "Rerun the command that wrote it, or remove the file."
     suites = [
-        Suite(
-            top, _validated(top / name, kind, _read_mapping(top / name), "the result of several measurements", repeat)
-        )
+        Suite(top, read_document(kind, top / name, "rerun the command that wrote it, or remove the file"))
         for top in dirs
         for name, kind in SUITES.items()
         if (top / name).is_file()
@@ -130,7 +126,7 @@ def _runs_of(top: Path, summary: Summary) -> tuple[list[ReportedRun], Mapping[st
     ]
     uses = Counter(path for path, _ in cells_at)
     cell_of = {path: name for path, name in cells_at if uses[path] == 1}
-    found = folders_with(top, lambda one: (one / "recipe.yaml").is_file() or (one / "measurement.json").is_file())
+    found = folders_with(top, lambda names: "recipe.yaml" in names or "measurement.json" in names, _refuse)
     paths = [path for path in found if not (several and path in uses)]
     if not paths and not summary.cells and not any(top.rglob(ASSESSMENT)):
         raise InputError(f"nothing to report in {top}: neither it nor a folder below it has {LOOKED_FOR}.")
@@ -141,27 +137,14 @@ def _runs_of(top: Path, summary: Summary) -> tuple[list[ReportedRun], Mapping[st
     return [replace(run, cell=f"pass {run.cell}") if one else run for run, one in zip(runs, clash, strict=True)], cells
 
 
-def folders_with(top: Path, holds: Callable[[Path], bool]) -> Iterator[Path]:
-    """Yield the folders for which `holds` is true: `top` itself, or else those below it, siblings sorted by name.
+def _check_folders(folders: Sequence[Path], expected: str) -> None:
+    for folder in folders:
+        if not folder.is_dir():
+            raise InputError(f"{folder} is not a directory: expected {expected}")
 
-    Subfolders of the yielded folders, symbolic links and hidden folders are not searched.
 
-    Raises:
-        InputError: if a folder cannot be read.
-    """
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    try:
-        for name, children, _ in os.walk(top, onerror=refuse):
-            if found := holds(Path(name)):
-                yield Path(name)
-            children[:] = [] if found else sorted(child for child in children if not child.startswith("."))
-    except OSError as error:
-        raise InputError(
-            f"cannot read {error.filename}: {error.strerror}. Make it readable, or leave it out."
-        ) from error
+def _refuse(error: OSError) -> None:
+    raise InputError(f"cannot read {error.filename}: {error.strerror}. Make it readable, or leave it out.") from error
 
 
 def _read_run(path: Path, top: Path, named: Collection[str], cell: str | None) -> ReportedRun:
@@ -195,42 +178,16 @@ def _read_run(path: Path, top: Path, named: Collection[str], cell: str | None) -
 def _read_recipe(path: Path) -> dict[str, Any]:
     """Read a recipe of any version, and check the types of the values used in reports; {} if there is no file."""
     values = _read_mapping(path)
-    _validated(path, _ReadRecipe, values, "the recipe of a run", "Repair it or leave its folder out.")
-    return values
-
-
-def _validated(path: Path, kind: type[D], document: object, what: str, remedy: str) -> D:
     try:
-        return kind.model_validate(document)
+        _ReadRecipe.model_validate(values)
     except ValidationError as error:
-        raise InputError(f"{path} is not {what}: {cause(error)}. {remedy}") from error
+        raise InputError(f"{path} is not the recipe of a run ({cause(error)}): {REPAIR}") from error
+    return values
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
     """Read a mapping from a YAML or JSON file; {} if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        text = path.read_text(encoding="utf-8")
-        # JSON is not parsed as YAML, because YAML reads 1e-05 as a string.
-        document = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}. Repair it or leave its folder out.") from error
-    if not isinstance(document, dict):
-        raise InputError(f"{path} must contain a mapping of keys to values. Repair it or leave its folder out.")
-    return document
-
-
-def _read_summary(path: Path) -> Summary:
-    document = finite(_read_mapping(path))
-    if (version := document.get("schema", READ_SCHEMA)) != READ_SCHEMA:
-        raise InputError(
-            f"{path} has schema version {version}, but this version of sinklab reads {READ_SCHEMA}: rerun "
-            "`sinklab reproduce`, which rewrites the file and keeps finished runs, or use the version of sinklab that "
-            "wrote it."
-        )
-    remedy = "Rewrite it with `sinklab reproduce`, or leave its folder out."
-    return _validated(path, Summary, document, "a summary of experiments", remedy)
+    return read_mapping(path, REPAIR) if path.is_file() else {}
 
 
 State = Literal["running", "done", "stopped", "failed", "not begun", "damaged"]
@@ -281,15 +238,13 @@ def list_runs(folders: Sequence[Path]) -> list[ListedRun]:
     Raises:
         InputError: if a path is not a directory, a folder cannot be read, or there is no run.
     """
-    for folder in folders:
-        if not folder.is_dir():
-            raise InputError(f"{folder} is not a directory: expected a run or a directory with runs below it")
+    _check_folders(folders, "a run or a directory with runs below it")
     recipes: dict[Path, Mapping[str, Any]] = {}
     for top in folders:
-        for path in folders_with(top, lambda one: (one / "recipe.yaml").is_file() and (one / "env.json").is_file()):
+        for path in folders_with(top, lambda names: "recipe.yaml" in names and "env.json" in names, _refuse):
             try:
                 recipes[path] = _read_recipe(path / "recipe.yaml")
-            except InputError:
+            except (InputError, OSError):
                 recipes[path] = {}
     if not recipes:
         raise InputError(f"no run in or below {', '.join(map(str, folders))}: a run has a recipe.yaml and an env.json")

@@ -198,9 +198,9 @@ def _domains(measured: Measured, number: int) -> Figure:
 
 def _comparison(measured: Measured, cells: Sequence[str], number: int) -> Figure:
     rows = [
-        {"cell": run.cell, "layer": layer, "value": float(100 * np.mean(first_NH > one.eps))}
+        {"cell": run.cell, "layer": layer, "value": float(rate)}
         for run, one in measured
-        for layer, first_NH in enumerate(np.swapaxes(one.importance_first, 0, 1), start=1)
+        for layer, rate in enumerate(one.sink_rate_of_heads().mean(1), start=1)
     ]
     eps = measured[0][1].eps
     caption = (

@@ -268,7 +268,7 @@ def _figure(data: ReportData, parts: list[tuple[str, PlotSpec]]) -> Figure | Non
             chart = _layer_lines(rows, data.cells, "Layer" if of_layers else AFTER_BLOCK, spec.what)
             return Figure(spec.key, spec.title, spec.caption, [chart]) if rows else None
         case plot_specs.SequenceLines():
-            rates = [(run.cell, 100 * (one.importance_first > one.eps).mean((0, 2))) for run, one, _, _ in found]
+            rates = [(run.cell, one.sink_rate_of_heads().mean(1)) for run, one, _, _ in found]
             ratios = [(run.cell, one.hidden_norm_ratio or ()) for run, one, *_ in found]
             panels = [
                 (spec.what, AFTER_BLOCK, [(run.cell, array_M) for run, _, _, array_M in found]),

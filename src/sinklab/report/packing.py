@@ -13,13 +13,12 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from sinklab.errors import InputError, cause
+from sinklab.errors import InputError
 from sinklab.experiments.documents import SUMMARY, CellRun, Summary, read_record, verdict_counts
 from sinklab.experiments.sweep.packed import (
     CHECKSUMS,
     METRICS,
     PACKED_FILES,
-    RECIPE,
     RUNS,
     PackedRun,
     write_checksums,
@@ -27,8 +26,8 @@ from sinklab.experiments.sweep.packed import (
 )
 from sinklab.experiments.sweep.store import MANIFESTS
 from sinklab.experiments.verdicts.counts import remarks_on_counts
-from sinklab.files import parse_json, parse_yaml, write_text
-from sinklab.outputs import REPORT, check_results
+from sinklab.files import read_mapping, write_text
+from sinklab.outputs import RECIPE, REPORT, check_results
 from sinklab.report.collect import collect
 from sinklab.report.page import export_charts, render
 from sinklab.report.sections import glance
@@ -104,16 +103,7 @@ def _check_paths(sweep: Sweep) -> None:
     folders = [folder for run in sweep.summary.runs if (folder := sweep.folder(run)) is not None]
     recipes = [folder / RECIPE for folder in folders if (folder / RECIPE).is_file()]
     for path in (*_manifests(sweep), *recipes):
-        try:
-            text = path.read_text(encoding="utf-8")
-            document = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"{path} cannot be read ({cause(error)}): rerun the experiment to rewrite the file"
-            ) from error
-        if not isinstance(document, dict):
-            raise InputError(f"{path} is damaged: it must contain a mapping; rerun the experiment to rewrite the file")
-        for key, value in leaves(document).items():
+        for key, value in leaves(read_mapping(path, "rerun the experiment to rewrite the file")).items():
             if isinstance(value, str) and Path(value).is_absolute():
                 raise InputError(
                     f"{path}: {key} is {value}, an absolute path, which may not exist on another machine: "

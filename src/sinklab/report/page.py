@@ -65,20 +65,23 @@ WRITERS: dict[str, Callable[[dict[str, Any]], bytes]] = {
 }
 
 
-def write_report(dirs: list[Path], out: Path | None = None, formats: tuple[str, ...] = ()) -> Path:
-    """Write the report on all results in `dirs` (see `collect`), and return the path of the HTML file.
+def write_report(dirs: list[Path], out: Path | None = None, formats: Sequence[str] = ()) -> Path:
+    """Read the results in `dirs` and write the report on them; see `collect` and `write_page` for the rest."""
+    return write_page(collect(dirs), out, formats)
+
+
+def write_page(data: ReportData, out: Path | None = None, formats: Sequence[str] = ()) -> Path:
+    """Write the report on results that have been read, and return the path of the HTML file.
 
     Args:
         out: path of the HTML file; default: `report.html` in the first directory.
         formats: formats ("svg", "pdf", "png") of chart files to write into `charts/` next to the HTML file.
 
     Raises:
-        InputError: see `collect`, `render` and `export_charts`, and if the HTML file exists and was not written by
-            sinklab.
-        SinklabError: if a file cannot be written, packed runs cannot be unpacked, or env.json of a run is damaged.
+        InputError: see `render` and `export_charts`, and if the HTML file exists and was not written by sinklab.
+        SinklabError: if a file cannot be written, or env.json of a run is damaged.
     """
-    data = collect(dirs)
-    target = out or dirs[0] / REPORT
+    target = out or data.dirs[0] / REPORT
     check_file(target, REPORT)
     if formats:
         export_charts(data, target.parent / "charts", formats)

@@ -113,7 +113,7 @@ def propositions_table(measured: Labelled) -> Table | None:
 
 def _verdict(one: Propositions) -> str:
     if one.holds is None:
-        return f"inconclusive in {one.dtype or 'this precision'}"
+        return f"inconclusive in {one.dtype}"
     if one.number is None:
         return "none; hidden states are equal" if one.holds else "none; hidden states differ"
     return "holds" if one.holds else "does not hold"

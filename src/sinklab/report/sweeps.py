@@ -32,6 +32,7 @@ from sinklab.train.directory.history import Evaluation, read_history
 PROVENANCE = ("recipe.yaml", "measurement.json")
 COMMIT_DIGITS = 10
 DID_NOT_TRAIN = "training failed"
+NOTE = "Values are median [minimum, maximum] over {}s."
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSumm
                 not_trained = one.name not in paper[name] and paper[name].get("trains") == 0.0
                 row.append(DID_NOT_TRAIN if not_trained else paper[name].get(one.name))
         rows.append(row)
-    return Table("", columns, rows, [f"Values are median [minimum, maximum] over {experiment.replicate}s."])
+    return Table("", columns, rows, [NOTE.format(experiment.replicate)])
 
 
 def grid_tables(experiment: ExperimentSummary, cells: Mapping[str, CellSummary]) -> list[Table]:
@@ -227,8 +228,8 @@ def grid_tables(experiment: ExperimentSummary, cells: Mapping[str, CellSummary])
         columns = [*names("Cell"), *(TableColumn(", ".join(one), form=form) for one in combinations)]
         found = {name: _estimate(cell, shown) for name, cell in cells.items()}
         rows = [[name, *(found.get(GRID.join((name, *one))) for one in combinations)] for name in own]
-        notes = [f"Values are median [minimum, maximum] over {experiment.replicate}s."]
-        made.append(Table(", ".join(filter(None, (shown.label, shown.unit))), columns, rows, notes))
+        title = ", ".join(filter(None, (shown.label, shown.unit)))
+        made.append(Table(title, columns, rows, [NOTE.format(experiment.replicate)]))
     return made
 
 

@@ -95,7 +95,6 @@ def measure_checkpoints(
         items.append(Item(name, decides, partial(measure, one, how)))
 
     def row_of(name: str, measured: Measurement) -> dict[str, Any]:
-        first_LNH = measured.importance_first.swapaxes(0, 1)
         return MeasuredCheckpoint(
             step=saved[name].step,
             unit=saved[name].unit,
@@ -105,7 +104,7 @@ def measure_checkpoints(
             sink_bias=measured.sink_rate_bias,
             loss=measured.loss,
             norm_ratio=finite_or_none(max(measured.hidden_norm_ratio or [], default=None)),
-            by_layer=[float(100 * (first_NH > measured.eps).mean()) for first_NH in first_LNH],
+            by_layer=measured.sink_rate_of_heads().mean(1).tolist(),
         ).model_dump()
 
     header = {"model": name_in_results(model, loading.subfolder), "text": None if text is None else str(text)}

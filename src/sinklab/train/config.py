@@ -45,7 +45,7 @@ class Sgd(Part):
         return self
 
 
-class Muon(Part):
+class Muon(AdamW):
     """Muon for the linear layers of the blocks and `model.embedding: projected`, AdamW for all other parameters.
 
     The update of a matrix is the orthogonalised Nesterov momentum of its gradient (torch.optim.Muon, five Newton-Schulz
@@ -53,28 +53,18 @@ class Muon(Part):
     Muon and AdamW share learning rate and weight decay. A fused projection, such as QKV, is one matrix.
     """
 
-    name: Literal["muon"] = "muon"
-    lr: float = Field(default=4e-4, gt=0, description="peak learning rate of both Muon and AdamW")
+    name: Literal["muon"] = "muon"  # type: ignore[assignment]  # parts are immutable
     momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon's momentum")
-    betas: Betas = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon")
-    weight_decay: float = Field(default=0.1, ge=0, description="decoupled: w -= lr * weight_decay * w")
-    clip: Clip = 1.0
 
 
-class OrthoAdam(Part):
+class OrthoAdam(AdamW):
     """AdamW with moments of rotated gradients (OrthoAdam, 2410.17174, algorithm 1).
 
     The gradient is multiplied by a fixed random orthogonal matrix per axis of the parameter, and the step by its
     transpose. Axes longer than 4,096, such as that of a large vocabulary, are not rotated. Weight decay is AdamW's.
     """
 
-    name: Literal["ortho_adam"] = "ortho_adam"
-    lr: float = Field(default=4e-4, gt=0, description="peak learning rate")
-    betas: Betas = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0, description="added to the square root of the second moment")
-    weight_decay: float = Field(default=0.1, ge=0, description="decoupled: w -= lr * weight_decay * w")
-    clip: Clip = 1.0
+    name: Literal["ortho_adam"] = "ortho_adam"  # type: ignore[assignment]
 
 
 OptimConfig = Annotated[AdamW | Sgd | Muon | OrthoAdam, Field(discriminator="name")]

@@ -17,8 +17,6 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     `config.lr` is only the initial learning rate; `Updater` sets the scheduled one before each step.
     """
     match config:
-        case AdamW():
-            return _adamw(list(model.parameters()), config)
         case Sgd():
             return torch.optim.SGD(
                 model.parameters(),
@@ -31,6 +29,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
             return MuonAndAdamW(model, config)
         case OrthoAdam():
             return RotatedAdamW(model, config)
+        case AdamW():  # the base class of the two above
+            return _adamw(list(model.parameters()), config)
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -121,7 +121,7 @@ def _rotated(x: Tensor, rotations: list[Tensor | None], back: bool = False) -> T
     return x
 
 
-def _adamw(parameters: list[nn.Parameter], config: AdamW | Muon) -> torch.optim.AdamW:
+def _adamw(parameters: list[nn.Parameter], config: AdamW) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         parameters,
         lr=config.lr,

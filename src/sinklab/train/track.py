@@ -28,13 +28,11 @@ FROM_0 = {"hidden_norm_ratio", "norm_ratio_sink_token"}
 def tracked(names: Sequence[TrackerName], run: Run, step: int) -> Iterator[list["Tracker"]]:
     """Open and yield the trackers of a run that resumes at `step`; close them at the end of the `with` block.
 
-    A new tracker first logs the evaluations in metrics.jsonl.
+    A new tracker first logs the evaluations in metrics.jsonl. The packages must be installed (`require`).
 
     Raises:
-        InputError: if the package of a tracker is not installed.
         SinklabError: if metrics.jsonl is damaged, or tracking.json cannot be written.
     """
-    require(names)
     with ExitStack() as open_ones:
         trackers: list[Tracker] = []
         for name in dict.fromkeys(names):

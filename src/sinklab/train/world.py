@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sinklab.device import pick_device
-from sinklab.errors import InputError, LostProcessError, SinklabError
+from sinklab.errors import InputError, SinklabError
 
 T = TypeVar("T")
 E = TypeVar("E", bound=SinklabError)
@@ -157,7 +157,7 @@ def joined_world() -> Iterator[World]:
 
     Raises:
         InputError: if the ranks or the address of rank 0 in the environment are invalid.
-        LostProcessError: if the processes cannot connect, another process is lost, or this one fails unexpectedly.
+        SinklabError: if the processes cannot connect, another process is lost, or this one fails unexpectedly.
     """
     world = _world_of_environment()
     if world.size == 1:
@@ -173,7 +173,7 @@ def joined_world() -> Iterator[World]:
         # gloo reports a broken connection as a RuntimeError that names gloo's source file
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             traceback.print_exc()
-        raise LostProcessError(
+        raise SinklabError(
             f"rank {world.rank} of {world.size} failed or lost its connection to another process ({error}). "
             "Run the same command again to resume from the newest checkpoint."
         ) from error

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 import sinklab
 from sinklab.errors import InputError
 from sinklab.export.directory import atomic_directory, card_head, write_code
-from sinklab.files import parse_json, write_text
+from sinklab.files import read_document, write_text
 from sinklab.schema import Ratio, ReadDocument, VersionedDocument
 from sinklab.tables import Table, markdown, names, numbers
 from sinklab.tuning.settings import TuneManifest
@@ -137,12 +137,7 @@ def load_tuning(path: Path) -> Tuning:
     Raises:
         InputError: if the file is missing, cannot be read or is damaged.
     """
-    try:
-        return Tuning.model_validate(parse_json(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}): restore it, or move its directory away") from error
-    except (ValueError, ValidationError) as error:
-        raise InputError(f"{path} is damaged ({error}): restore it, or move its directory away") from error
+    return read_document(Tuning, path, "restore it, or move its directory away")
 
 
 def read_rows(path: Path, kind: type[AnyRow]) -> list[AnyRow]:

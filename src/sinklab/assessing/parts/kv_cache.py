@@ -88,7 +88,7 @@ class CacheRounding(ReadDocument):
         everything: loss with no position spared.
         first_spared: loss with the first n positions in full precision.
         outliers_spared: loss with the outlier tokens in full precision; None if `KVCache.outliers` is.
-        sinks_spared: loss with the sinks in full precision; None in older files.
+        sinks_spared: loss with the sinks in full precision.
         due_to_sink: loss of `everything` minus loss of `first_spared`.
     """
 
@@ -96,7 +96,7 @@ class CacheRounding(ReadDocument):
     everything: Effect
     first_spared: Effect
     outliers_spared: Effect | None = None
-    sinks_spared: Effect | None = None
+    sinks_spared: Effect
     due_to_sink: float
 
 
@@ -104,10 +104,10 @@ class RandomHeads(Effect):
     """Loss with all KV heads rounded except random ones, mean over draws.
 
     Attributes:
-        losses: loss of each draw; empty in older files, which have one draw.
+        losses: loss of each draw.
     """
 
-    losses: list[float] = Field(default_factory=list)
+    losses: list[float]
 
 
 class KVCache(AssessPart):
@@ -116,8 +116,8 @@ class KVCache(AssessPart):
     Attributes:
         sink_positions: number n of first positions in `first_spared`, including a learned sink token or registers.
         outliers, sinks: positions of the outlier tokens and of the sinks of each sequence, 1-based; learned leading
-            tokens are at 0, -1 and so on. None in older files, whose outlier tokens are those of block outputs.
-            `outliers` is None as well if no down projection was found, as in feed-forward parts with experts.
+            tokens are at 0, -1 and so on. `outliers` is None if no down projection was found, as in feed-forward parts
+            with experts.
         settings: losses by number of bits.
         head_bits: number of bits in `heads`, `without_exempt` and `without_random`.
         residual: number R of recent positions in full precision; 0 rounds all positions.
@@ -152,7 +152,7 @@ class KVCache(AssessPart):
 
     sink_positions: int
     outliers: list[list[int]] | None = None
-    sinks: list[list[int]] | None = None
+    sinks: list[list[int]]
     settings: list[CacheRounding]
     residual: int = Field(default=0, exclude_if=lambda residual: residual == 0)
     head_bits: int
@@ -191,7 +191,7 @@ class KVCache(AssessPart):
         count, heads = len(self.exempt), f"KV head{'s' * (len(self.exempt) > 1)}"
         yield self.row(f"{self.head_bits} bits except {count} costliest {heads}", self.without_exempt)
         losses = self.without_random.losses
-        draws = f"draws {min(losses):.4f} to {max(losses):.4f}" if losses else ""
+        draws = f"draws {min(losses):.4f} to {max(losses):.4f}"
         yield self.row(f"{self.head_bits} bits except {count} random {heads}", self.without_random, draws)
 
     def remark(self) -> str:
@@ -203,8 +203,7 @@ class KVCache(AssessPart):
         """Iterate over the found sets of positions: name, positions of each sequence, and loss with them spared."""
         if self.outliers is not None and one.outliers_spared is not None:
             yield "outliers", self.outliers, one.outliers_spared
-        if self.sinks is not None and one.sinks_spared is not None:
-            yield "sinks", self.sinks, one.sinks_spared
+        yield "sinks", self.sinks, one.sinks_spared
 
     @property
     def _recent(self) -> str:

@@ -180,22 +180,13 @@ class RollingCache:
 
     Attributes:
         size: number C of keys in the cache.
-        first: number n of first keys kept, learned leading tokens included.
+        first: number n of first keys kept, learned leading tokens included; 0 or more, below `size`.
         in_cache: whether to use positions in the cache instead of positions in the text.
-
-    Raises:
-        InputError: if `first` is negative or leaves no room for other keys.
     """
 
     size: int
     first: int
     in_cache: bool = True
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.first < self.size:
-            raise InputError(
-                f"a cache of {self.size} keys cannot keep the first {self.first}: set 0 or more, below the cache size"
-            )
 
     def __call__(self, layer: LayerCall) -> LayerCall:
         """Return the call with the cache's mask and, if `in_cache`, with positions in the cache.

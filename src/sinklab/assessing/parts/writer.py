@@ -150,7 +150,7 @@ class Writer(AssessPart):
         neurons: up to 8 neurons of this feed-forward layer with the largest additions, largest first.
         weight: neuron j of the single weight W_down[c, j].
         down_projections: largest input and output of the down projection of every block; None if the writing layer has
-            experts or several down projections, and in results of earlier versions.
+            experts or several down projections.
         super_experts: super experts, largest output first; None without experts.
         zeroed: losses with nothing zeroed, then with each writer and the control zeroed.
     """

@@ -36,14 +36,12 @@ class PlannedRun:
         recipe: resolved recipe as YAML.
         directory: run directory.
         hash: expected hash of the run; the run fails if the worker's text or version of sinklab gives a different hash.
-        processes: number of training processes; default: decided by the worker (`cards_for`).
     """
 
     name: str
     recipe: str
     directory: Path
     hash: str
-    processes: int | None = None
 
     def read_recipe(self) -> Recipe:
         """Parse the YAML of the recipe.

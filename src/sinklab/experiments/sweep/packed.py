@@ -25,10 +25,11 @@ from sinklab.errors import InputError
 from sinklab.experiments.documents import RECORD
 from sinklab.experiments.sweep.store import MANIFESTS
 from sinklab.files import parse_json, sha256_of, write_gzip, write_json, write_text
+from sinklab.outputs import RECIPE
 from sinklab.train.directory.environment import ENVIRONMENT
 from sinklab.tuning.tuned_directory import SFT, tuned_beside
 
-RECIPE, METRICS = "recipe.yaml", "metrics.jsonl"
+METRICS = "metrics.jsonl"
 RECIPES, RUNS, ALL_METRICS = "recipes.yaml", "runs.jsonl", "metrics.jsonl.gz"
 OPTIONAL = {"assessments.jsonl.gz": "assessment", "tunings.jsonl.gz": "tuning"}
 """Files with documents that only some runs have, each with the document's key in a line (a field of `PackedRun`)."""

@@ -3,7 +3,6 @@
 A manifest records an experiment and the hashes of its runs. Runs are found by hash in and below the directory.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
-from sinklab.errors import InputError, cause
+from sinklab.errors import InputError
 from sinklab.experiments.claims import Scale, quantities_of
 from sinklab.experiments.definition import ONLY_MEASURED, Experiment
 from sinklab.experiments.documents import CellRun, Summary, edited, record_of
@@ -20,7 +19,7 @@ from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.results import NO_METRICS, CellResults, NoMetricsError, named_values, read_numbers
 from sinklab.experiments.summary import at_scale, summarise
 from sinklab.experiments.sweep.plan import PlannedSweep, Question
-from sinklab.files import parse_json, write_json
+from sinklab.files import folders_with, read_document, write_json
 from sinklab.schema import ReadDocument, VersionedDocument
 from sinklab.train.directory.environment import ENVIRONMENT, recorded_hash
 from sinklab.tuning.settings import TuneOptions
@@ -101,17 +100,12 @@ def read_manifests(out: Path) -> dict[str, SweepManifest]:
         InputError: if a manifest cannot be read or is damaged, has a different schema version, or contains an
             experiment that is invalid in this version of sinklab.
     """
-    found: dict[str, SweepManifest] = {}
-    for path in sorted((out / MANIFESTS).glob("*.json")):
-        try:
-            manifest = SweepManifest.model_validate(parse_json(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"{path} cannot be read ({cause(error)}): if it is damaged or of another version of sinklab, "
-                "remove it and run that experiment again, or choose another --out"
-            ) from error
-        found[manifest.experiment.id] = manifest
-    return found
+    remedy = (
+        "if it is damaged or of another version of sinklab, remove it and run that experiment again, or choose another "
+        "--out"
+    )
+    found = [read_document(SweepManifest, path, remedy) for path in sorted((out / MANIFESTS).glob("*.json"))]
+    return {manifest.experiment.id: manifest for manifest in found}
 
 
 def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, SweepManifest]) -> dict[str, SweepManifest]:
@@ -163,19 +157,11 @@ def found_runs(out: Path) -> dict[str, Path]:
         SinklabError: if an env.json cannot be read or is damaged.
     """
     found: dict[str, Path] = {}
-    for directory in _run_directories(out):
+    for directory in folders_with(out, lambda names: ENVIRONMENT in names):
         run_hash = recorded_hash(directory)
         if run_hash is not None and (run_hash not in found or _progress(directory) > _progress(found[run_hash])):
             found[run_hash] = directory
     return found
-
-
-def _run_directories(out: Path) -> Iterator[Path]:
-    for name, folders, files in os.walk(out):
-        folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
-        if ENVIRONMENT in files:
-            folders.clear()  # no run directories inside a run directory
-            yield Path(name)
 
 
 def _progress(directory: Path) -> tuple[bool, bool, int]:

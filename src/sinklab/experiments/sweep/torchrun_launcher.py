@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from sinklab.errors import LostProcessError
+from sinklab.errors import SinklabError
 from sinklab.experiments.sweep.engine import Event, MetricsTail, PlannedRun
 from sinklab.files import parse_json
 from sinklab.train.recipe import Recipe
@@ -48,7 +48,7 @@ def train_with_torchrun(
         should_stop: see `train_cell`; called every `POLL_S` seconds.
 
     Raises:
-        LostProcessError: if the processes ended and rank 0 has not written a last event.
+        SinklabError: if the processes ended and rank 0 has not written a last event.
     """
     with tempfile.TemporaryDirectory(prefix="sinklab-") as name:
         folder = Path(name)
@@ -75,7 +75,7 @@ def train_with_torchrun(
         if (folder / ENDED).is_file():
             return Event(**parse_json((folder / ENDED).read_text(encoding="utf-8")))
         output = (folder / PRINTED).read_text(encoding="utf-8", errors="replace").strip()
-        raise LostProcessError(
+        raise SinklabError(
             f"torchrun ended with status {process.returncode} and no result; run the same command again to resume. "
             f"The end of its output:\n{output[-PRINTED_TAIL:]}"
         )

@@ -9,7 +9,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from sinklab.data.prepare import prepared
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.experiments.documents import SUMMARY, Summary, edited, read_record
 from sinklab.experiments.quantities import RunNumbers
@@ -17,10 +16,11 @@ from sinklab.experiments.sweep.engine import PlannedRun
 from sinklab.experiments.sweep.packed import CHECKSUMS, read_checksums, unpack
 from sinklab.experiments.sweep.store import SweepManifest, found_runs, read_manifests, summary_of
 from sinklab.experiments.sweep.worker import train_cell
-from sinklab.files import parse_json, sha256_of
+from sinklab.files import read_document, sha256_of
 from sinklab.tables import number_text, plural
-from sinklab.train.directory.environment import read_environment, recorded_hash
+from sinklab.train.directory.environment import read_environment
 from sinklab.train.directory.history import Evaluation, read_history
+from sinklab.train.directory.run import recipe_and_data
 from sinklab.train.recipe import load_recipe
 
 BEGUN = "begun"
@@ -133,9 +133,9 @@ def _check_verdicts(top: Path, files: Path) -> Verified:
     now = summary_of(read_manifests(top), files)
     check = Verified("verdicts judged again")
     try:
-        before = Summary.model_validate(parse_json((top / SUMMARY).read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        check.problems.append(f"{SUMMARY} cannot be read ({cause(error)})")
+        before = read_document(Summary, top / SUMMARY, "restore it, or use the version of sinklab that wrote it")
+    except InputError as error:
+        check.problems.append(str(error))
         return check
     check.checked = len(before.claims)
     judged = {(one.experiment, one.id): one for one in now.claims}
@@ -195,19 +195,12 @@ def _train_again(directory: Path, again: Path) -> tuple[list[str], str]:
     The second value is empty if the training did not end as `done`. InputError is raised if recipe and text have
     another hash on this machine, or cannot be read.
     """
-    recipe, before = load_recipe(str(directory / "recipe.yaml")), read_environment(directory)
-    dataset = prepared(recipe.data)
-    if recipe.content_hash(dataset.fingerprint) != recorded_hash(directory):
-        raise InputError(
-            f"the run cannot be trained again here: its text, {recipe.data.source}, or its recipe is not the one with "
-            "which it was trained: restore the text, or use the same versions of sinklab and Python "
-            f"({before.get('python')})"
-        )
+    (recipe, _), before = recipe_and_data(directory), read_environment(directory)
     threads = torch.get_num_threads()
     torch.set_num_threads(before.get("threads") or threads)
     try:
         text = (directory / "recipe.yaml").read_text(encoding="utf-8")
-        planned = PlannedRun(directory.name, text, again, recipe.content_hash(dataset.fingerprint))
+        planned = PlannedRun(directory.name, text, again, before["hash"])
         ended = train_cell(planned, None, lambda event: None, lambda: False)
     finally:
         torch.set_num_threads(threads)

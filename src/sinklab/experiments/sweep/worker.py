@@ -51,7 +51,7 @@ def train_cell(
 ) -> Event:
     """Train or resume a run and, if it finishes or diverges, write record.json. A recorded run is not trained again.
 
-    If the run needs several processes (`PlannedRun.processes`, default: `cards_for`), torchrun is started to train it.
+    If the run needs several processes (`cards_for`), torchrun is started to train it.
 
     Args:
         threads: number of PyTorch's CPU threads; default: unchanged.
@@ -74,8 +74,7 @@ def train_cell(
         if world.from_first(lambda: _recorded_without_checkpoint(planned)):
             return Event(planned.name, "done")
         recipe = planned.read_recipe()
-        processes = planned.processes or cards_for(recipe)
-        if world.size == 1 and processes > 1:
+        if world.size == 1 and (processes := cards_for(recipe)) > 1:
             return train_with_torchrun(planned, processes, watch, should_stop)
         return _trained(planned, _opened(planned, recipe, world), watch, should_stop, world)
     except HeldError as error:

@@ -59,20 +59,17 @@ def shipped_pilots() -> Pilots:
     return Pilots.model_validate(_shipped(PILOTS))
 
 
-def detectable(check: Check, scale: str, pilots: Pilots | None = None) -> str:
+def detectable(check: Check, scale: str) -> str:
     """Return a sentence with the smallest effect that five seeds detect with 80 % power, for the kind of a check.
 
     For `all`, the sentences of its checks are joined. The sentence is empty for checks other than `within`, `greater`,
     `less`, `equal`, `alike`, `rising` and `falling`, and if the scale has no pilot runs of the quantity.
-
-    Args:
-        pilots: spreads of pilot runs; default: the shipped pilots.json.
     """
     if isinstance(check, All):
-        return " ".join(dict.fromkeys(said for part in check.of if (said := detectable(part, scale, pilots))))
+        return " ".join(dict.fromkeys(said for part in check.of if (said := detectable(part, scale))))
     if not isinstance(check, Within | Differs | Equal | Alike | Monotone):
         return ""
-    found = (pilots or shipped_pilots()).scales.get(scale, {}).get(check.value)
+    found = shipped_pilots().scales.get(scale, {}).get(check.value)
     if found is None:
         return ""
     of = quantity(check.value)
@@ -111,9 +108,9 @@ def shipped_verdicts() -> Committed:
     return Committed.model_validate(_shipped(COMMITTED))
 
 
-def verdict_of_five(claim: JudgedClaim, committed: Committed | None = None) -> str:
-    """Return the verdict on a claim, with evidence, from `committed` (default: the shipped file); empty without one."""
-    known = (committed or shipped_verdicts()).scales.get(claim.scale, {})
+def verdict_of_five(claim: JudgedClaim) -> str:
+    """Return the verdict on a claim, with evidence, from the shipped committed.json; empty without one."""
+    known = shipped_verdicts().scales.get(claim.scale, {})
     found = known.get(claim.same_as or f"{claim.experiment}.{claim.id}")
     if found is None:
         return ""

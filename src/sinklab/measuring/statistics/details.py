@@ -436,7 +436,7 @@ class Details(WithArrays):
     Attributes:
         secondary_rate: percentage of (sequence, layer, head) triples with alpha_k > eps at some k in 5 .. T / 2.
         secondary_sinks: strongest secondary sinks from position 2 on (secondary.py), in descending order.
-        secondary_tokens: tokens that are secondary sinks most often; None in older files.
+        secondary_tokens: tokens that are secondary sinks most often.
         distances: first distance of each distance bucket: 0, 1, 2, 4, ..
         queries: first query of each query bucket, 1-based: 1, 2, 4, ..
         maps: (layer, head) of every saved map, 1-based.
@@ -448,7 +448,7 @@ class Details(WithArrays):
 
     secondary_rate: Percent
     secondary_sinks: list[SecondarySink]
-    secondary_tokens: list[SecondaryToken] | None = None
+    secondary_tokens: list[SecondaryToken]
     distances: list[int]
     queries: list[int]
     maps: list[tuple[int, int]]

@@ -37,7 +37,7 @@ class SecondarySink(Part):
 
     Attributes:
         sequence, position: sequence and position of the token, 1-based; the module docstring has the positions
-            that are examined. In older files these are 5 .. T / 2.
+            that are examined.
         token: token id.
         heads: percentage of (layer, head) pairs with alpha > eps.
         importance: alpha, mean over layers and heads.
@@ -45,9 +45,9 @@ class SecondarySink(Part):
             is the embedding. None if blocks cannot be found.
         alignment: cosine between the hidden states of the token and of the first token after `block`; None if blocks
             cannot be found.
-        layers: attention layers in which a head has alpha > eps, 1-based; None in older files.
+        layers: attention layers in which a head has alpha > eps, 1-based.
         alike: blocks after which the cosine of `alignment` is above 0.9; 0 is the embedding. None if blocks cannot be
-            found, and in older files.
+            found.
     """
 
     sequence: int = Field(ge=1)
@@ -57,8 +57,8 @@ class SecondarySink(Part):
     importance: FiniteFloat
     block: int | None = Field(ge=0)
     alignment: FiniteFloat | None
-    layers: list[int] | None = None
-    alike: list[int] | None = None
+    layers: list[int]
+    alike: list[int] | None
 
 
 class SecondaryToken(Part):

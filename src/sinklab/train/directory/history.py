@@ -161,10 +161,7 @@ def timed_intervals(history: Sequence[Evaluation]) -> Iterator[tuple[float, floa
 
 def seconds_spent(history: Sequence[Evaluation]) -> float:
     """Estimate the training time in seconds from tokens and throughput, without intervals of unknown throughput."""
-    total = 0.0
-    for _, seconds in timed_intervals(history):
-        total += seconds
-    return total
+    return sum((seconds for _, seconds in timed_intervals(history)), 0.0)
 
 
 def finite(value: Any) -> Any:

@@ -25,11 +25,12 @@ import torch
 
 from sinklab.data.loader import Loader
 from sinklab.data.prepare import prepared
-from sinklab.data.shards import TokenDataset, TokenFile
+from sinklab.data.shards import TokenDataset
 from sinklab.device import float32_if_emulated, multiplies_natively, pick_device
 from sinklab.errors import InputError
 from sinklab.files import write_json, write_text, written_aside
 from sinklab.model.transformer import Transformer
+from sinklab.outputs import RECIPE, RUNS
 from sinklab.train.directory.checkpoint import load_weights, steps_saved, take_newest
 from sinklab.train.directory.environment import (
     ENVIRONMENT,
@@ -42,8 +43,6 @@ from sinklab.train.directory.environment import (
 from sinklab.train.optim import learning_rate
 from sinklab.train.recipe import Recipe, load_recipe
 
-DEFAULT_ROOT = Path("runs")
-RECIPE = "recipe.yaml"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 OWN = (RECIPE, *TOKENIZER, "metrics.jsonl", "checkpoints", "measurement.json", "measurement.npz")
 
@@ -158,7 +157,7 @@ def open_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> 
     """
     recipe = resolve(recipe, dataset)
     run_hash = recipe.content_hash(dataset.fingerprint)
-    run = Run(out or DEFAULT_ROOT / f"{recipe.name}-{run_hash}", recipe, dataset, run_hash)
+    run = Run(out or RUNS / f"{recipe.name}-{run_hash}", recipe, dataset, run_hash)
     found, *earlier = recorded_hashes(run.directory) or (None,)
     if found is None and (strange := [name for name in OWN if (run.directory / name).exists()]):
         raise InputError(f"{run.directory} has {strange[0]} but no env.json: choose another --out")
@@ -252,21 +251,22 @@ def load_run(directory: Path, step: int | None = None) -> TrainedRun:
     return TrainedRun(model.eval(), recipe, directory / "tokenizer.json", found[1].step)
 
 
-def validation_tokens(directory: Path) -> TokenFile:
-    """Open the validation tokens of a run. The data is prepared again if it is not in the cache.
+def recipe_and_data(directory: Path) -> tuple[Recipe, TokenDataset]:
+    """Return the recipe and the data of a run. The data is prepared again if it is not in the cache.
 
     Raises:
         InputError: if the text cannot be read, or the text or the recipe has changed since the run was trained.
         SinklabError: if env.json or prepared data is damaged, or the data cannot be written.
     """
-    recipe = load_recipe(str(directory / RECIPE))
+    recipe, env = load_recipe(str(directory / RECIPE)), read_environment(directory)
     dataset = prepared(recipe.data)
-    if recipe.content_hash(dataset.fingerprint) != recorded_hash(directory):
+    if recipe.content_hash(dataset.fingerprint) != env.get("hash"):
         raise InputError(
-            f"the text of {directory} ({recipe.data.source}) or its recipe has changed since the run was trained: "
-            "specify another text"
+            f"the text of {directory.resolve().name} ({recipe.data.source}) or its recipe has changed since the run "
+            "was trained: restore the text, use the versions of sinklab and Python with which it was trained "
+            f"({env.get('sinklab')}, {env.get('python')}), or choose another text"
         )
-    return dataset.valid
+    return recipe, dataset
 
 
 MEASURED = ("measurement.json", "measurement.npz", "record.json")
