@@ -40,8 +40,9 @@ GROUPS = {
 HEAD = """# Effects of the interventions
 
 This page lists what each [intervention](interventions.md) does to the sink and to the loss of a small model. Each row
-is a setting of the recipe that was changed alone, in models of the scale `tiny` (0.3 M parameters, softmax attention,
-BOS, a weight decay of 0.5, 1,500 steps on Python source code; [what such a model shows](findings.md)):
+is one setting of the recipe, or several of one kind, that were changed in models of the scale `tiny` (0.3 M parameters,
+softmax attention, BOS, a weight decay of 0.5, 1,500 steps on Python source code; [what such a model
+shows](findings.md)):
 
     sinklab train tiny --set model.gate=head
 
@@ -49,7 +50,8 @@ BOS, a weight decay of 0.5, 1,500 steps on Python source code; [what such a mode
 heads (mean of the last three evaluations); a bias includes the rest of stick-breaking attention. **Loss** is the
 validation loss minus that of the unchanged model with the same seed, in nats per token. All are medians over seeds with
 the smallest and the largest value. The sink rates of attention whose scores do not sum to one are computed from [proxy
-scores](glossary.md).
+scores](glossary.md). Sinks on other tokens, such as a fixed second token, are not included. Under a window, queries
+that do not see the first token count as 0 ([results/tiny](../results/tiny/README.md) has the rates over the others).
 
 {baseline}
 
@@ -78,8 +80,9 @@ class Effect:
 
 
 def _setting(value: object) -> str:
-    text = f"{value:.3g}" if isinstance(value, float) else str(value)
-    return {"True": "true", "False": "false"}.get(text, text)
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _span(values: list[float], form: str) -> str | None:
@@ -137,8 +140,8 @@ def page(root: Path = ROOT) -> str:
 
 
 def _baseline(summaries: list[Summary]) -> str:
-    """Return a sentence on the unchanged model at the seeds of each summary."""
-    parts = []
+    """Return a sentence on the unchanged model at the seeds of each summary; of equal seeds, those of the first."""
+    parts: dict[int, str] = {}
     for summary in summaries:
         sinks: dict[int, float] = {}
         for cell in summary.cells.values():
@@ -146,8 +149,8 @@ def _baseline(summaries: list[Summary]) -> str:
                 sinks |= {run.seed: value for run, value in cell.by_seed("sink_1") if run.seed is not None}
         for first in sorted({seed - seed % 100 for seed in sinks}):
             values = [value for seed, value in sinks.items() if seed - seed % 100 == first]
-            parts.append((first, f"{_span(values, '.1f')} % at seeds {first} to {first + len(values) - 1}"))
-    text = f"The unchanged model has a Sink_1 of {', '.join(text for _, text in sorted(dict(parts).items()))}."
+            parts.setdefault(first, f"{_span(values, '.1f')} % at seeds {first} to {first + len(values) - 1}")
+    text = f"The unchanged model has a Sink_1 of {', '.join(text for _, text in sorted(parts.items()))}."
     return fill(text, 120)
 
 

@@ -59,10 +59,12 @@ def cause(error: BaseException) -> str:
     """Return the first line of another library's error message, or the error's type name if there is no message.
 
     If a line ends with a colon, the next line is appended. Empty lines are skipped. For a ValidationError, it is the
-    name and the error of the first invalid field.
+    name and the error of the first invalid field, or the schema version of a document if that is another one.
     """
     if isinstance(error, ValidationError):
         first = error.errors()[0]
+        if first["loc"] == ("schema",) and "expected" in first.get("ctx", {}):
+            return f"schema version {first['input']!r}; this version of sinklab reads {first['ctx']['expected']}"
         return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
     message = ""
     for line in filter(None, map(str.strip, str(error).splitlines())):

@@ -23,7 +23,7 @@ from sinklab.outputs import target_of
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-D = TypeVar("D", bound="BaseModel")
+AnyModel = TypeVar("AnyModel", bound="BaseModel")
 
 MOST_VALUES = 10_000
 """Maximum number of values in a YAML document, counting every use of an alias. Recipes have fewer than 1,000."""
@@ -145,6 +145,13 @@ def _load_yaml(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 
+def _place_of(error: yaml.YAMLError) -> str:
+    """Return the problem that PyYAML found, with its line and column, on one line."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None)
+    return f"{problem}, line {mark.line + 1}, column {mark.column + 1}" if mark and problem else cause(error)
+
+
 def parse_yaml(text: str) -> Any:
     """Parse untrusted text like `yaml.safe_load`.
 
@@ -157,7 +164,7 @@ def parse_yaml(text: str) -> Any:
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(_place_of(error)) from error
     waiting, seen = [document], 0
     while waiting:
         value, seen = waiting.pop(), seen + 1
@@ -174,7 +181,7 @@ def read_mapping(path: Path, remedy: str) -> dict[str, Any]:
         remedy: what the user can do about a damaged file; the end of the error message.
 
     Raises:
-        InputError: if the file is missing, cannot be read or does not contain a mapping.
+        InputError: if the file is missing (`is_missing`), cannot be read or does not contain a mapping.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -188,8 +195,8 @@ def read_mapping(path: Path, remedy: str) -> dict[str, Any]:
     return document
 
 
-def read_document(kind: type[D], path: Path, remedy: str) -> D:
-    """Read a document of a pydantic model from a JSON file; see `read_mapping` for arguments.
+def read_document(kind: type[AnyModel], path: Path, remedy: str) -> AnyModel:
+    """Read a document of a pydantic model from a JSON or YAML file; see `read_mapping` for arguments.
 
     Raises:
         InputError: if the file is missing, cannot be read, is damaged or has another schema version.
@@ -199,6 +206,11 @@ def read_document(kind: type[D], path: Path, remedy: str) -> D:
         return kind.model_validate(document)
     except ValueError as error:
         raise InputError(f"{path} cannot be read ({cause(error)}): {remedy}") from error
+
+
+def is_missing(error: InputError) -> bool:
+    """Return whether `read_mapping` or `read_document` raised the error because there is no such file."""
+    return isinstance(error.__cause__, FileNotFoundError)
 
 
 def append_line(path: Path, line: str) -> None:

@@ -103,4 +103,4 @@ def test_of_a_run_whose_text_has_changed_nothing_is_assessed(run: Run) -> None:
         file.write('{"text": "one document more"}\n')
     status, _, err = on_one_line(run)("assess", directory, "--parts", "heads")
     assert status == 2
-    assert "or its recipe has changed since the run was trained" in err
+    assert "or the recipe of the run has changed since it was trained with sinklab" in err

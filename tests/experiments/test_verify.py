@@ -156,7 +156,7 @@ def test_a_recipe_that_is_not_that_of_its_hash_is_found(packed: Path) -> None:
 def test_what_was_trained_on_another_text_cannot_be_trained_again(packed: Path) -> None:
     Path("text.jsonl").write_text(Path("text.jsonl").read_text().replace("and", "or"))
     found = problems(verify_packed(packed, retrain=1))
-    assert "(text.jsonl) or its recipe has changed since the run was trained: restore the text" in found
+    assert "(text.jsonl) or the recipe of the run has changed since it was trained with sinklab" in found
 
 
 @pytest.mark.parametrize("key", ["processor", "device"])

@@ -278,7 +278,8 @@ def test_a_summary_of_another_schema_is_refused_with_what_to_do(tmp_path: Path, 
     document = json.loads((top / "summary.json").read_text(encoding="utf-8"))
     (top / "summary.json").write_text(json.dumps({**document, "schema": version}), encoding="utf-8")
     with pytest.raises(
-        InputError, match=r"summary\.json cannot be read \(schema: Input should be 3\): rerun `sinklab reproduce`"
+        InputError,
+        match=rf"summary\.json cannot be read \(schema version {version!r}; this version of sinklab reads 3\): rerun",
     ):
         collect([top])
 

@@ -128,7 +128,7 @@ def make_lab(path: Path, seeds: int = 1, hostile: bool = False) -> Path:
         cell: {"sink_rate": [final[0]], "sink_rate_bias": final[1], "valid_loss": final[3], "seeds": seeds}
         for cell, final in LAB.items()
     }
-    write(path / "summary.json", {"cells": cells, "claims": []})
+    write(path / "summary.json", {"cells": cells})
     return path
 
 

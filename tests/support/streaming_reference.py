@@ -23,9 +23,7 @@ class HeadCache:
 
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
-    attention: dict[int, float] = field(
-        default_factory=dict
-    )  # summed over queries, and over heads that share the cache
+    attention: dict[int, float] = field(default_factory=dict)  # summed over queries and over heads that share the cache
     latest: dict[int, float] = field(default_factory=dict)  # of the latest query, summed over all heads of the layer
 
     def keep(self, positions: Sequence[int]) -> None:

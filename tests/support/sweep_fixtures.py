@@ -122,17 +122,20 @@ EXPERIMENTS = {
 
 
 def claims_of(experiments: dict[str, ExperimentSummary]) -> list[JudgedClaim]:
-    """One claim per verdict, in turn over the experiments, and at least one for each of these."""
+    """One claim per verdict, in turn over the experiments, and at least one for each of these.
+
+    The text and the evidence contain the experiment's title, which may be markup.
+    """
     names = [*experiments]
     return [
         JudgedClaim(
             id=f"claim_{number}",
             experiment=names[number % len(names)],
-            text=f"Statement {number} about the sink",
+            text=f"Statement {number} about the sink ({experiments[names[number % len(names)]].title})",
             verdict=VERDICTS[number % len(VERDICTS)],
             scale="tiny",
             evidence="Sink_1 by seed: k_biases 0.2, 0.4 %; softmax 18.0, 15.2 %. In 0 of 9 pairs of seeds, k_biases is "
-            "not below softmax.",
+            f"not below softmax. {experiments[names[number % len(names)]].title}",
             quantity="sink_1",
             analysis=ANALYSES[number % 2],
             stated="2026-11-23",

@@ -138,7 +138,8 @@ def load_assessment(path: Path) -> Assessment:
     Raises:
         InputError: if the file is missing, cannot be read, or is not a valid assessment.
     """
-    return read_document(Assessment, path, "move it away, or choose another directory")
+    remedy = "it is damaged or from another version of sinklab; assess again in another folder"
+    return read_document(Assessment, path, remedy)
 
 
 def comparable(assessments: Mapping[str, Assessment]) -> dict[str, Assessment]:

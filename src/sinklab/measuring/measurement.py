@@ -42,7 +42,7 @@ class Measurement(WithArrays):
         step, planned_steps: training step of the checkpoint and last step of its run; None if the model is neither a
             run directory nor measured during training.
         vocabulary: digest of the tokenizer's vocabulary (spelling.py); None if measured without a tokenizer
-            (`sinklab.measure`), and in older files.
+            (`sinklab.measure`).
         inputs: kind of input sequences: natural text, random tokens, or one token repeated.
         sequences: number of sequences N.
         length: T, number of tokens of the longest sequence, including BOS.

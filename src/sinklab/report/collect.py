@@ -16,7 +16,7 @@ from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.experiments.documents import SUMMARY, CellSummary, Summary, read_record
 from sinklab.experiments.sweep.packed import is_packed
-from sinklab.files import folders_with, parse_json, read_document, read_mapping
+from sinklab.files import folders_with, is_missing, parse_json, read_document, read_mapping
 from sinklab.measuring.statistics.highest import later_sink_text
 from sinklab.report.data import ReportData, ReportedRun, Suite, grouped, model_name, recipe_changes
 from sinklab.report.sweeps import Sweep, read_sweep
@@ -187,7 +187,12 @@ def _read_recipe(path: Path) -> dict[str, Any]:
 
 def _read_mapping(path: Path) -> dict[str, Any]:
     """Read a mapping from a YAML or JSON file; {} if there is no such file."""
-    return read_mapping(path, REPAIR) if path.is_file() else {}
+    try:
+        return read_mapping(path, REPAIR)
+    except InputError as error:
+        if is_missing(error):
+            return {}
+        raise
 
 
 State = Literal["running", "done", "stopped", "failed", "not begun", "damaged"]
@@ -244,7 +249,7 @@ def list_runs(folders: Sequence[Path]) -> list[ListedRun]:
         for path in folders_with(top, lambda names: "recipe.yaml" in names and "env.json" in names, _refuse):
             try:
                 recipes[path] = _read_recipe(path / "recipe.yaml")
-            except (InputError, OSError):
+            except InputError:
                 recipes[path] = {}
     if not recipes:
         raise InputError(f"no run in or below {', '.join(map(str, folders))}: a run has a recipe.yaml and an env.json")

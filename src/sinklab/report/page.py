@@ -66,7 +66,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], bytes]] = {
 
 
 def write_report(dirs: list[Path], out: Path | None = None, formats: Sequence[str] = ()) -> Path:
-    """Read the results in `dirs` and write the report on them; see `collect` and `write_page` for the rest."""
+    """Read the results in `dirs` and write the report; see `collect` and `write_page` for arguments and errors."""
     return write_page(collect(dirs), out, formats)
 
 

@@ -54,6 +54,7 @@ class Muon(AdamW):
     """
 
     name: Literal["muon"] = "muon"  # type: ignore[assignment]  # parts are immutable
+    lr: float = Field(default=4e-4, gt=0, description="peak learning rate of both Muon and AdamW")
     momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon's momentum")
 
 

@@ -104,7 +104,7 @@ def keep_heavy_hitters(layer: LayerCall, budget: int, barred: int = 0) -> LayerC
     B, _, L, _ = layer.call.q_BHTD.shape
     total_BGL = layer.call.q_BHTD.new_zeros(B, layer.call.k_BGTD.shape[1], L, dtype=torch.float32)
     total_BGL[..., :barred] = -torch.inf
-    row = _row_of_softmax(layer) if layer.operation.plain else partial(_row, layer)
+    row = _rows_of(layer)
 
     def observe(t: int, kept_BGS: Tensor) -> Tensor:
         total_BGL[..., : t + 1] += row(t, kept_BGS).float().sum(2)
@@ -116,7 +116,7 @@ def keep_heavy_hitters(layer: LayerCall, budget: int, barred: int = 0) -> LayerC
 def keep_latest_attention(layer: LayerCall, budget: int) -> LayerCall:
     """Return the call with every query restricted to the keys with the most attention of the query before (TOVA)."""
     groups = layer.call.k_BGTD.shape[1]
-    row = _row_of_softmax(layer) if layer.operation.plain else partial(_row, layer)
+    row = _rows_of(layer)
 
     def observe(t: int, kept_BGS: Tensor) -> Tensor:
         return row(t, kept_BGS).float().mean((1, 2))[:, None].expand(-1, groups, -1)
@@ -126,7 +126,8 @@ def keep_latest_attention(layer: LayerCall, budget: int) -> LayerCall:
 
 def keep_distinct_keys(layer: LayerCall, budget: int) -> LayerCall:
     """Return the call with every query restricted to the keys that are least similar to the mean key (KeyDiff)."""
-    unit_BGLD = normalize(layer.call.k_BGTD, dim=-1)
+    k_BGTD = layer.call.k_BGTD
+    unit_BGLD = normalize(k_BGTD if k_BGTD.dtype == torch.float64 else k_BGTD.float(), dim=-1)
 
     def observe(t: int, kept_BGS: Tensor) -> Tensor:
         seen_BGSD = unit_BGLD[:, :, : t + 1]
@@ -179,6 +180,11 @@ def _needed(layer: LayerCall) -> Tensor:
     if seen_BHLL.ndim == 4 and seen_BHLL.shape[1] > 1:
         seen_BHLL = seen_BHLL.unflatten(1, (groups, -1)).any(2)
     return seen_BHLL.flip(-2).byte().cummax(-2).values.flip(-2).bool()
+
+
+def _rows_of(layer: LayerCall) -> Callable[[int, Tensor], Tensor]:
+    """Return `_row` of the layer, or a faster equivalent for softmax."""
+    return _row_of_softmax(layer) if layer.operation.plain else partial(_row, layer)
 
 
 def _row_of_softmax(layer: LayerCall) -> Callable[[int, Tensor], Tensor]:

@@ -430,7 +430,7 @@ class NormProductMap(Statistic):
 class Details(WithArrays):
     """The statistics of `--details`, one array per statistic, in the order in which they are stored.
 
-    Statistics that do not apply to the model, or are missing in an older file, are None. `by_layer` has the values per
+    Statistics that do not apply to the model are None. `by_layer` has the values per
     layer or block that statistics declare as `fields`, such as `entropy_by_layer`.
 
     Attributes:

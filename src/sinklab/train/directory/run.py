@@ -17,6 +17,7 @@ longer one, and the longer run takes over the directory: in env.json, `hash` is 
 """
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -262,11 +263,15 @@ def recipe_and_data(directory: Path) -> tuple[Recipe, TokenDataset]:
     dataset = prepared(recipe.data)
     if recipe.content_hash(dataset.fingerprint) != env.get("hash"):
         raise InputError(
-            f"the text of {directory.resolve().name} ({recipe.data.source}) or its recipe has changed since the run "
-            "was trained: restore the text, use the versions of sinklab and Python with which it was trained "
-            f"({env.get('sinklab')}, {env.get('python')}), or choose another text"
+            f"the text ({recipe.data.source}) or the recipe of the run has changed since it was trained"
+            f"{_versions(env)}: restore them, or use those versions"
         )
     return recipe, dataset
+
+
+def _versions(env: Mapping[str, Any]) -> str:
+    known = [f"{name} {env[key]}" for key, name in (("sinklab", "sinklab"), ("python", "Python")) if env.get(key)]
+    return f" with {' and '.join(known)}" if known else ""
 
 
 MEASURED = ("measurement.json", "measurement.npz", "record.json")
