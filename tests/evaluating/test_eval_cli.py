@@ -156,7 +156,7 @@ def test_a_sink_on_one_text_is_not_returned_for_another(made: Made, run: Run, tm
         (
             "arc_easy",
             ("--data", "items.jsonl"),
-            "can only supply the items of hellaswag, and --tasks arc_easy has no such task: add it, or remove --data",
+            "can only supply the items of hellaswag, which is not in --tasks arc_easy: add it, or remove --data",
         ),
         ("hellaswag", ("--data", "absent.jsonl"), "cannot read absent.jsonl: No such file"),
         ("hellaswag", ("--text", "absent.jsonl"), "no text at absent.jsonl"),

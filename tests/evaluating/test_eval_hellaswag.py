@@ -13,9 +13,7 @@ from tiny_gguf import needed
 
 from sinklab.errors import InputError
 from sinklab.evaluating.evaluation import load_scores
-from sinklab.evaluating.file_tasks import FILE_TASKS, FileTask
-from sinklab.evaluating.file_tasks.hellaswag import HellaSwag
-from sinklab.evaluating.tasks import chosen_tasks
+from sinklab.evaluating.hellaswag import read_items
 
 RESULTS = Path(__file__).parents[2] / "results" / "models"
 ORIGINAL = {
@@ -28,7 +26,7 @@ ORIGINAL = {
 
 
 def test_the_published_form_is_cleaned_as_lm_eval_does(tmp_path: Path) -> None:
-    (item,) = HellaSwag().read(hellaswag_file(tmp_path / "one.jsonl", [ORIGINAL]))
+    (item,) = read_items(hellaswag_file(tmp_path / "one.jsonl", [ORIGINAL]))
     assert item.query == "Removing ice from car: Then, the man writes over the snow. Then"
     assert item.endings[1:] == ["a person pushes.", "he runs.", "they go."]
     assert item.label == 3
@@ -44,7 +42,7 @@ def test_packed_and_plain_files_are_the_same(tmp_path: Path) -> None:
     plain = hellaswag_file(tmp_path / "items.jsonl", sheep_items(3))
     packed = tmp_path / "items.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
-    assert HellaSwag().read(plain) == HellaSwag().read(packed)
+    assert read_items(plain) == read_items(packed)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +62,7 @@ def test_a_malformed_line_is_named(line: str, said: str, tmp_path: Path) -> None
     path = tmp_path / "items.jsonl"
     path.write_text(f"{json.dumps(sheep_items(1)[0])}\n{line}\n")
     with pytest.raises(InputError) as refused:
-        HellaSwag().read(path)
+        read_items(path)
     assert said in str(refused.value)
     assert "line 2" in str(refused.value)
 
@@ -79,22 +77,7 @@ def test_a_file_without_items_or_that_is_no_gzip_is_refused(tmp_path: Path) -> N
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(InputError, match=said):
-            HellaSwag().read(tmp_path / name)
-
-
-def test_another_task_is_its_name_and_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Sheep(FileTask):
-        name, files = "sheep", ("sheep.jsonl",)
-
-    pytest.importorskip("lm_eval", reason="needs lm-eval (extra eval)")
-    monkeypatch.setitem(FILE_TASKS, "sheep", Sheep())
-    monkeypatch.setenv("SINKLAB_DATA", str(tmp_path))
-    (tmp_path / "eval").mkdir()
-    file = hellaswag_file(tmp_path / "eval" / "sheep.jsonl", sheep_items(3))
-    (task,) = chosen_tasks(["sheep"], None)
-    assert (task.name, task.data, task.size) == ("sheep", "sheep.jsonl", 3)
-    with pytest.raises(InputError, match="items of hellaswag or sheep, and --tasks sheep,hellaswag has several"):
-        chosen_tasks(["sheep", "hellaswag"], file)
+            read_items(tmp_path / name)
 
 
 def items_of(data_dir: Path) -> list[dict[str, Any]]:

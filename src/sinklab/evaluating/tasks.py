@@ -1,4 +1,4 @@
-"""Load downstream tasks of lm-eval by name, with items from a local file (tasks of `file_tasks`) or from the hub."""
+"""Load downstream tasks of lm-eval by name, with items from the hub or, for HellaSwag, from a local file."""
 
 import difflib
 import importlib
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sinklab.errors import InputError, cause
-from sinklab.evaluating.file_tasks import FILE_TASKS
+from sinklab.evaluating import hellaswag
 from sinklab.extras import install_command
 from sinklab.files import sha256_of
 
@@ -71,30 +71,26 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
 
     Args:
         names: names of tasks, groups or tags in lm-eval.
-        data: file with the items of the only task of `FILE_TASKS` in `names`; None: for each of these tasks, the file
-            in SINKLAB_DATA/eval, else the hub.
+        data: file with the items of HellaSwag; None: the file in SINKLAB_DATA/eval, else the hub.
 
     Raises:
-        InputError: see `lm_eval_version` and `FileTask.read`; also if a name is unknown, a task needs a package that is
-            not installed, items cannot be downloaded, or `data` is set and `names` has no task of `FILE_TASKS`, or
-            several.
+        InputError: see `lm_eval_version` and `hellaswag.read_items`; also if a name is unknown, a task needs a package
+            that is not installed, items cannot be downloaded, or `data` is set and HellaSwag is not in `names`.
     """
     lm_eval_version()
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  # an extra
 
-    own = [task for name, task in FILE_TASKS.items() if name in names]
-    if data is not None and len(own) != 1:
-        problem = "has several: choose one" if own else "has no such task: add it, or remove --data"
+    if data is not None and hellaswag.NAME not in names:
         raise InputError(
-            f"--data {data} can only supply the items of {' or '.join(FILE_TASKS)}, and --tasks {','.join(names)} "
-            f"{problem}"
+            f"--data {data} can only supply the items of {hellaswag.NAME}, which is not in --tasks {','.join(names)}: "
+            "add it, or remove --data"
         )
-    files = {task.name: file for task in own if (file := data or task.local_file()) is not None}
+    file = (data or hellaswag.local_file()) if hellaswag.NAME in names else None
     found: dict[str, ChosenTask] = {}
     with quiet():
         manager = None
         for name in names:
-            if name in files:
+            if file and name == hellaswag.NAME:
                 continue
             manager = manager or TaskManager()  # slow, because lm-eval reads thousands of files
             if name not in manager.all_tasks:
@@ -102,11 +98,11 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
                 like = f"; similar names: {', '.join(near)}" if near else ""
                 raise InputError(
                     f"--tasks: lm-eval has no task {name!r}{like}. `lm-eval ls tasks` lists all of them; "
-                    f"{' or '.join(FILE_TASKS)} with --data FILE needs no network"
+                    f"{hellaswag.NAME} with --data FILE needs no network"
                 )
         for name in dict.fromkeys(names):
-            if file := files.get(name):
-                found[name] = ChosenTask(name, FILE_TASKS[name].load(file), file.name, sha256_of(file))
+            if file and name == hellaswag.NAME:
+                found[name] = ChosenTask(name, hellaswag.load(file), file.name, sha256_of(file))
             else:
                 found |= _from_hub(manager, name)
     return list(found.values())
@@ -147,11 +143,11 @@ def _from_hub(manager: Any, name: str) -> dict[str, ChosenTask]:
     except ImportError as error:
         raise InputError(f"--tasks {name} needs a package that is not installed: {cause(error)}") from error
     except Exception as error:  # network, hub and format errors share no base class
-        if name in FILE_TASKS:
-            file = FILE_TASKS[name].files[-1]
+        if name == hellaswag.NAME:
+            file = hellaswag.FILES[-1]
             remedy = f"; or use a local file: --data {file}, or SINKLAB_DATA with the file in a folder eval/"
         else:
-            remedy = f"; {' or '.join(FILE_TASKS)} can be read from a file instead (--data)"
+            remedy = f"; {hellaswag.NAME} can be read from a file instead (--data)"
         raise InputError(
             f"the items of --tasks {name} could not be loaded from the Hugging Face hub ({type(error).__name__}: "
             f"{cause(error)}): check the connection; or download them on another machine, copy its HF_HOME here "
