@@ -14,13 +14,13 @@ from pathlib import Path
 from statistics import median
 
 from sinklab.assessing.assessment import ASSESSMENT, Assessment, load_assessment
-from sinklab.assessing.part import AssessPart, Effect
+from sinklab.assessing.part import AssessPart, DrawnEffect, Effect
 from sinklab.assessing.parts.budgets import Budgets
 from sinklab.assessing.parts.eviction import Eviction
 from sinklab.assessing.parts.heads import Heads
 from sinklab.assessing.parts.key_ablations import KeyAblations
-from sinklab.assessing.parts.kv_cache import KVCache, RandomHeads, named_positions
-from sinklab.assessing.parts.pruning import Pruning, RemovedHeads
+from sinklab.assessing.parts.kv_cache import KVCache, named_positions
+from sinklab.assessing.parts.pruning import Pruning
 from sinklab.assessing.parts.quantisation import STATIC, Quantisation
 from sinklab.assessing.parts.streaming import Streaming
 from sinklab.assessing.parts.writer import WEIGHT, Writer
@@ -76,7 +76,7 @@ def added(part: AssessPart, effect: Effect) -> str:
     return f"{part.added(effect):+.3f}{error}"
 
 
-def with_draws(part: AssessPart, effect: RemovedHeads | RandomHeads) -> str:
+def with_draws(part: AssessPart, effect: DrawnEffect) -> str:
     """Format the mean of several draws with the smallest and largest, `+0.401 (+0.10 to +0.68)`; one draw: `added`."""
     draws = [loss - part.unchanged.loss for loss in effect.losses]
     return added(part, effect) + (f" ({min(draws):+.2f} to {max(draws):+.2f})" if len(draws) > 1 else "")

@@ -63,8 +63,8 @@ def cause(error: BaseException) -> str:
     """
     if isinstance(error, ValidationError):
         first = error.errors()[0]
-        if first["loc"] == ("schema",) and "expected" in first.get("ctx", {}):
-            return f"schema version {first['input']!r}; this version of sinklab reads {first['ctx']['expected']}"
+        if first["loc"] == ("schema",) and (expected := first.get("ctx", {}).get("expected")):
+            return f"schema version {first['input']!r}; this version of sinklab reads {expected}"
         return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
     message = ""
     for line in filter(None, map(str.strip, str(error).splitlines())):

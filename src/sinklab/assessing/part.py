@@ -102,6 +102,16 @@ class Effect(ReadDocument):
     error: Omitted[float] = None
 
 
+class DrawnEffect(Effect):
+    """Mean loss over draws of an intervention with a random choice, such as of heads; without one there is one draw.
+
+    Attributes:
+        losses: loss of each draw.
+    """
+
+    losses: list[float]
+
+
 @dataclass(frozen=True)
 class PartJob:
     """A prepared part of an assessment, ready to run.

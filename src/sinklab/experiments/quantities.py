@@ -80,6 +80,7 @@ import numpy as np
 from pydantic import AfterValidator
 
 from sinklab.assessing.parts import NUMBERS
+from sinklab.measuring.statistics.highest import NO_SINK
 from sinklab.schema import finite_or_none
 from sinklab.train.directory.history import Evaluation, highest_known
 
@@ -94,9 +95,6 @@ HALF = 50.0
 
 LAST = 3
 """Number of final evaluations over which a run's quantities are averaged."""
-
-NO_SINK = 1.0
-"""Sink rate, percent, below which there is no sink."""
 
 JUMP_WINDOW = 2.0
 """Factor w: a jump at step s is fitted to the evaluations from step s / w to step s * w."""

@@ -7,10 +7,10 @@ import numpy as np
 from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Inputs
-from sinklab.measuring.statistics.highest import NOISE, highest_rate
+from sinklab.measuring.statistics.highest import NO_SINK, highest_rate
 from sinklab.models.layer_kinds import ranges_text
 
-STRENGTHS = ((70.0, "Strong"), (30.0, "Moderate"), (NOISE, "Weak"))
+STRENGTHS = ((70.0, "Strong"), (30.0, "Moderate"), (NO_SINK, "Weak"))
 """Minimum sink rate in percent for each adjective."""
 MOST_STRETCHES = 4  # maximum number of layer ranges in a summary; if there are more, it states the number of layers
 INPUTS: dict[Inputs, str] = {"natural": "", "random": " (random tokens)", "repeat": " (one token repeated)"}
@@ -38,7 +38,7 @@ class _Place:
         above_LH: whether the importance, mean over sequences, is above the threshold, by layer and head.
         overall: sink rate with the importance averaged over all queries t >= k; None unless `rate` is computed with
             the average over the queries that see the position.
-        always: whether a candidate that is not the strongest sink is listed even if its rate is below NOISE.
+        always: whether a candidate that is not the strongest sink is listed even if its rate is below NO_SINK.
     """
 
     name: str
@@ -61,14 +61,14 @@ def _sink(m: Measurement) -> str:
     places = _places(m)
     strongest = max(places, key=lambda place: place.rate)
     of = f"{'heads (proxy scores)' if m.proxy else 'heads'} at eps {m.eps:g}"
-    if strongest.rate < NOISE:
+    if strongest.rate < NO_SINK:
         rates = ", ".join(map(str, places)).replace(" %", f" % of {of}", 1)
         return f"No sink{INPUTS[m.inputs]}: {rates}."
     said = [f"{percent(strongest.rate)} of {of}", *_layers(strongest.above_LH)]
     if strongest.overall is not None:
         said[0] += f", over the queries that see it ({percent(strongest.overall)} over all)"
-    said += [str(one) for one in places if one is not strongest and (one.always or one.rate >= NOISE)]
-    if (m.sink_rate_window_start or 0) >= NOISE:
+    said += [str(one) for one in places if one is not strongest and (one.always or one.rate >= NO_SINK)]
+    if (m.sink_rate_window_start or 0) >= NO_SINK:
         said.append(f"{percent(m.sink_rate_window_start or 0)} on the first key of a window")
     strength = next(word for least, word in STRENGTHS if strongest.rate >= least)
     return f"{strength} sink on {strongest.name}{INPUTS[m.inputs]}: {'; '.join(said)}."
@@ -131,7 +131,11 @@ def _secondary(m: Measurement) -> str:
     if m.details is None:
         return "secondary sinks were not measured (--details)"
     rate = m.details.secondary_rate
-    return f"no secondary sinks (below {NOISE:g} %)" if rate < NOISE else f"secondary sinks in {percent(rate)} of heads"
+    return (
+        f"no secondary sinks (below {NO_SINK:g} %)"
+        if rate < NO_SINK
+        else f"secondary sinks in {percent(rate)} of heads"
+    )
 
 
 def _proposition(one: Propositions) -> str:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
+from sinklab.assessing.part import AssessPart, AssessText, DrawnEffect, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.parts.streaming import Kept, RollingCache
 from sinklab.assessing.reading import (
     DRAWS,
@@ -54,20 +54,18 @@ SHOWN_FULL = 0.25  # fraction f of the answers and scalar results, and fraction 
 BY_COST, BY_SINK, RANDOM, FOR_ALL = "by cost", "by sink share", "random", "one for all"
 
 
-class HeadBudget(Effect):
+class HeadBudget(DrawnEffect):
     """Loss when some KV heads keep all keys and the others few, or when all keep the same number; mean over draws.
 
     Attributes:
         policy: rule that selects the heads with all keys, or `one for all`.
         full: nominal fraction f of the KV heads with all keys; for `one for all`, it only determines `keys`.
         keys: number of keys per KV head at the end of the text, mean over heads, learned leading tokens included.
-        losses: loss of each draw; several for the policy `random`, else one.
     """
 
     policy: str
     full: float
     keys: float
-    losses: list[float]
 
 
 class Budgets(AssessPart):

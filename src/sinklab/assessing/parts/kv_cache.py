@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
+from sinklab.assessing.part import AssessPart, AssessText, DrawnEffect, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.parts.quantisation import linear_maps
 from sinklab.assessing.parts.writer import EPS, feed_forward
 from sinklab.assessing.reading import (
@@ -100,16 +100,6 @@ class CacheRounding(ReadDocument):
     due_to_sink: float
 
 
-class RandomHeads(Effect):
-    """Loss with all KV heads rounded except random ones, mean over draws.
-
-    Attributes:
-        losses: loss of each draw.
-    """
-
-    losses: list[float]
-
-
 class KVCache(AssessPart):
     """Loss with a rounded KV cache, and the KV heads that are most costly to round.
 
@@ -159,7 +149,7 @@ class KVCache(AssessPart):
     heads: list[HeadCost]
     exempt: list[tuple[int, int]]
     without_exempt: Effect
-    without_random: RandomHeads
+    without_random: DrawnEffect
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
@@ -382,7 +372,7 @@ def assess_kv_cache(
         heads=heads,
         exempt=exempt,
         without_exempt=without(exempt),
-        without_random=RandomHeads(**mean_effect([without(some) for some in drawn])),
+        without_random=DrawnEffect(**mean_effect([without(some) for some in drawn])),
     )
 
 

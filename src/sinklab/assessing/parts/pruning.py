@@ -25,7 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
+from sinklab.assessing.part import AssessPart, AssessText, DrawnEffect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.parts.heads import HeadRole, Heads, assess_heads
 from sinklab.assessing.reading import DRAWS, PairedReader, Step, mean_effect
 from sinklab.assessing.settings import AssessSettings
@@ -41,7 +41,7 @@ QueryHeads = frozenset[tuple[int, int]]
 """Query heads as pairs (layer, head), both 1-based; only attention layers are counted."""
 
 
-class RemovedHeads(Effect):
+class RemovedHeads(DrawnEffect):
     """Loss with some heads removed, mean over draws.
 
     Attributes:
@@ -49,13 +49,11 @@ class RemovedHeads(Effect):
             random as nop".
         share: fraction of heads removed; in `Pruning.orders`, the nominal fraction before rounding to whole heads.
         heads: number of heads removed.
-        losses: loss of each draw; a single one if the heads are not random.
     """
 
     order: str
     share: float
     heads: int
-    losses: list[float]
 
 
 class Pruning(AssessPart):

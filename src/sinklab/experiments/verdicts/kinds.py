@@ -20,11 +20,11 @@ from sinklab.experiments.claims import (
     Within,
 )
 from sinklab.experiments.documents import ReplicateKind
-from sinklab.experiments.quantities import AT_EPS, NO_SINK, RunNumbers, quantity
+from sinklab.experiments.quantities import AT_EPS, RunNumbers, quantity
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.counts import FEWEST, pairs_against, seed_by_seed, separated, share_interval
 from sinklab.experiments.verdicts.wording import bounds, difference, each_seed, number, step_unit, unit
-from sinklab.measuring.statistics.highest import highest_rate
+from sinklab.measuring.statistics.highest import NO_SINK, highest_rate
 from sinklab.tables import plural
 
 T = TypeVar("T")

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
-NOISE = 1.0
-"""Sink rate in percent below which summaries state that there is no sink."""
+NO_SINK = 1.0
+"""Sink rate in percent below which a model has no sink."""
 
 
 def highest_rate(rates: Sequence[float | None]) -> tuple[int, float] | None:
@@ -28,7 +28,7 @@ def highest_rate(rates: Sequence[float | None]) -> tuple[int, float] | None:
 def later_sink(rates: Sequence[float | None]) -> tuple[int, float] | None:
     """Return the result of `highest_rate` if the position is not 1 and the rate at least 1 percent, else None."""
     found = highest_rate(rates)
-    return found if found and found[0] > 1 and found[1] >= NOISE else None
+    return found if found and found[0] > 1 and found[1] >= NO_SINK else None
 
 
 def later_sink_text(rates: Sequence[float | None]) -> str:
