@@ -52,7 +52,10 @@ LINEAR = (
 )
 """Cases whose time is linear in T: the delta rule and kernel attention."""
 
-TWO_PASSES = {"clipped_softmax", "softpick", "elastic_softmax", "entmax15", "differential", "differential_v2"}
+TWO_PASSES = {
+    *("clipped_softmax", "softpick", "elastic_softmax", "entmax15"),
+    *("differential", "differential_v2", "threshold_differential"),
+}
 """Kinds with two `attend` calls, for a separate normaliser or a second softmax. `p` other than 1 also needs two."""
 
 JUDGED, LONGEST = 2048, 8192

@@ -111,7 +111,10 @@ def test_the_eager_backend_gives_the_same(operation: str, bias: str) -> None:
     torch.testing.assert_close(eager(*inputs, *beside), chunked(*inputs, *beside), rtol=0, atol=1e-9)
 
 
-TWO_PASSES = {"clipped_softmax", "softpick", "elastic_softmax", "entmax15", "differential", "differential_v2"}
+TWO_PASSES = {
+    *("clipped_softmax", "softpick", "elastic_softmax", "entmax15"),
+    *("differential", "differential_v2", "threshold_differential"),
+}
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -145,6 +145,34 @@ def test_differential_attention_v2_equals_its_authors_code(G: int) -> None:
     assert_same(attention, x, attended(attention, x), joined(attention, out))
 
 
+def test_threshold_attention_equals_its_authors_code() -> None:
+    """github.com/snap-research/TDA, commit cd8ddc9, triton_threshold_attention.py, its kernel as explicit matrices.
+
+    The code begins with queries and keys and ends before the norm: halves of a head are ours.
+    """
+    rectified = attention_of(attention={"operation": "threshold_rectified"})
+    differential = attention_of(attention={"operation": "threshold_differential"})
+    x = read()
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, beta: float = 1.0) -> Tensor:
+        q, k = (torch.nn.functional.normalize(y, p=2, dim=-1) for y in (q, k))
+        rows = torch.arange(T, dtype=torch.float64) + 1.0
+        tau = beta * torch.sqrt((2.0 * torch.log(rows)) / q.shape[-1])
+        scores = torch.where(seen(), q @ k.mT, 0.0)
+        exceeding = torch.relu(scores - tau[:, None])
+        return (exceeding * exceeding) @ v
+
+    q, k, v = heads(rectified, x)
+    assert_same(rectified, x, attended(rectified, x), joined(rectified, kernel(q, k, v)))
+
+    q, k, v = heads(differential, x)
+    first, second = (kernel(q[..., part], k[..., part], v) for part in (slice(0, D // 2), slice(D // 2, D)))
+    out = first - torch.clamp(differential.get_parameter("core.learned.weight"), min=0.0, max=1.0) * second
+    weight = differential.get_parameter("core.learned.norm.weight")
+    normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + 1e-5) * weight
+    assert_same(differential, x, attended(differential, x), joined(differential, normed))
+
+
 def test_sigmoid_less_the_logarithm_of_the_context_equals_its_authors_code() -> None:
     """github.com/apple/ml-sigmoid-attention, attention_simulator/src/attention_simulator/layers/attention.py.
 

@@ -53,6 +53,8 @@ def attention(
         row = Row(model, own, h, g, times, visible, fading, has_key=key is not None, logit=logit)
         if operation["kind"] == "differential":
             A = row.differential(q[:, :, h], keys, layer)
+        elif operation["kind"] == "threshold_differential":
+            A = row.threshold_differential(q[:, :, h], keys)
         elif operation["kind"] == "differential_v2":
             A = row.differential_v2(q[:, :, 2 * h], q[:, :, 2 * h + 1], keys, x)
         else:
@@ -65,6 +67,8 @@ def attention(
             out = A @ values
         if operation["kind"] == "differential":
             out = rms_norm(out, own["attention.core.learned.norm.weight"], 1e-5) * (1 - lambda_init(operation, layer))
+        if operation["kind"] == "threshold_differential":
+            out = rms_norm(out, own["attention.core.learned.norm.weight"], 1e-5)
         if bias["kind"] == "v":
             out = out + own["attention.core.bias.value"][0 if bias["shared"] else g]
         if model["exclusive"]:
@@ -89,7 +93,8 @@ def own_value_alone(operation: Config, bias: Config) -> bool:
     """Return True if the output of a query that sees only itself is a multiple of its value (docs/interventions.md)."""
     value = bias.get("value") if bias["kind"] == "k" else None
     valued = bias["kind"] in ("kv", "v") or (isinstance(value, dict) and value["norm"] != 0)
-    return not valued and operation["kind"] != "differential" and operation.get("rest") != "learned"
+    normed = operation["kind"] in ("differential", "threshold_differential")
+    return not valued and not normed and operation.get("rest") != "learned"
 
 
 def latent(model: Config, own: Weights, x: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,6 +164,8 @@ class Row(NamedTuple):
         seen = self._seen()
         if operation["kind"] in ("elu_kernel", "identity", "mlp"):
             return kernel(operation, self.own, q, k, seen)
+        if operation["kind"] == "threshold_rectified":
+            return above_threshold(operation, self._scores(q, k, cosine=True), seen, q.shape[-1])
         return of_scores(operation, self.own, self.head, self._scores(q, k), seen)
 
     def differential(self, q: Tensor, k: Tensor, layer: int) -> Tensor:
@@ -174,6 +181,14 @@ class Row(NamedTuple):
         second = self._scores(*self._prepared(q[..., half:], k[..., half:], second=True))
         return softmax(first, seen) - weight * softmax(second, seen)
 
+    def threshold_differential(self, q: Tensor, k: Tensor) -> Tensor:
+        """relu(cos1 - tau)^p - lambda relu(cos2 - tau)^p, of the halves of q and k."""
+        operation, half, parts = self.model["attention"]["operation"], q.shape[-1] // 2, []
+        for second, part in enumerate((slice(0, half), slice(half, None))):
+            z = self._scores(*self._prepared(q[..., part], k[..., part], second=bool(second)), cosine=True)
+            parts.append(above_threshold(operation, z, self._seen(), half))
+        return parts[0] - self.own["attention.core.learned.weight"].clamp(0, 1) * parts[1]
+
     def differential_v2(self, q1: Tensor, q2: Tensor, k: Tensor, x: Tensor) -> Tensor:
         """softmax(z1) - sigmoid(w.x) softmax(z2): two query heads on one key head."""
         weight = torch.sigmoid(x @ self.own["attention.weight_gate.weight"][self.head]).unsqueeze(-1)
@@ -187,8 +202,9 @@ class Row(NamedTuple):
         own_keys = k[:, :L]
         if how := self.model["norm"]["qk_norm"]:
             eps, kind = self.model["norm"]["eps"], self.model["attention"]["operation"]["kind"]
-            queries = 2 if kind in ("differential", "differential_v2") else 1
-            keys, second_key = (2, second) if kind == "differential" else (1, 0)
+            halves = kind in ("differential", "threshold_differential")
+            queries = 2 if halves or kind == "differential_v2" else 1
+            keys, second_key = (2, second) if halves else (1, 0)
             H, G = self.model["heads"], self.model["kv_heads"] or self.model["heads"]
             w_q = of_head(self.own["attention.q_norm.weight"], how, queries * self.head + second, queries * H)
             w_k = of_head(self.own["attention.k_norm.weight"], how, keys * self.key_head + second_key, keys * G)
@@ -205,9 +221,11 @@ class Row(NamedTuple):
             return self.visible
         return F.pad(self.visible, (0, 1), value=True)
 
-    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
+    def _scores(self, q: Tensor, k: Tensor, cosine: bool = False) -> Tensor:
         """z (B, L, S): scaled, capped, then what is added: to the sequence's keys by position, to a bias key b."""
-        z = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
+        lengths = q.norm(dim=-1).unsqueeze(-1) * k.norm(dim=-1).unsqueeze(-2)
+        lengths = torch.where(lengths > 0, lengths, 1.0)
+        z = q @ k.transpose(1, 2) / (lengths if cosine else math.sqrt(q.shape[-1]))
         cap = self.model["attention"]["softcap"]
         if cap is not None:
             z = cap * torch.tanh(z / cap)
@@ -321,6 +339,12 @@ def of_scores(operation: Config, own: Weights, head: int, z: Tensor, seen: Tenso
     count = seen.sum(-1, keepdim=True)
     lifted = softmax(z, seen) + own["attention.core.learned.tau"][head] / count
     return torch.where(seen, lifted.clamp(min=0), 0.0)
+
+
+def above_threshold(operation: Config, z: Tensor, seen: Tensor, d: int) -> Tensor:
+    """relu(z - tau)^p with tau = beta sqrt(2 log n / d), n the keys of the row and d the width of a key."""
+    tau = operation["beta"] * torch.sqrt(2 * torch.log(seen.sum(-1, keepdim=True).double()) / d)
+    return torch.where(seen & (z > tau), (z - tau).clamp(min=0) ** operation["power"], 0.0)
 
 
 def entmax15(z: Tensor, seen: Tensor) -> Tensor:

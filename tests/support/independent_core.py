@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from independent_attention import kernel, of_scores, rms_norm, softmax
+from independent_attention import above_threshold, kernel, of_scores, rms_norm, softmax
 from torch import Tensor
 
 
@@ -46,7 +46,7 @@ def _of_head(
 
     def scores(q: Tensor, part: slice = slice(None)) -> Tensor:
         """z of every key, or of a part of its width, and of the bias."""
-        z = _capped(core.softcap, q @ k[..., part].mT / math.sqrt(q.shape[-1]))
+        z = _capped(core.softcap, _scaled(q, k[..., part], kind))
         if core.position is not None:
             b, t, s = torch.meshgrid(*(torch.arange(n) for n in z.shape), indexing="ij")
             z = core.position()(z, b, torch.full_like(b, h), t, s)
@@ -56,13 +56,21 @@ def _of_head(
             return torch.cat([z, logit.expand(*z.shape[:2], 1)], dim=-1)
         if key is None:
             return z
-        of_key = _capped(core.softcap, q @ key[part, None] / math.sqrt(q.shape[-1]))
+        of_key = _capped(core.softcap, _scaled(q, key[part].expand(len(q), 1, -1), kind))
         return torch.cat([z, of_key if core.bias.offset is None else of_key + core.bias.offset[h]], dim=-1)
 
     if kind == "differential":
         weight = torch.exp(learned.q1 @ learned.k1) - torch.exp(learned.q2 @ learned.k2) + learned.lambda_init
         first, second = scores(q[..., :half], slice(0, half)), scores(q[..., half:], slice(half, None))
         A = softmax(first, seen) - weight * softmax(second, seen)
+    elif kind == "threshold_differential":
+        parts = [
+            above_threshold(operation, scores(q[..., part], part), seen, half)
+            for part in (slice(0, half), slice(half, None))
+        ]
+        A = parts[0] - learned.weight.clamp(0, 1) * parts[1]
+    elif kind == "threshold_rectified":
+        A = above_threshold(operation, scores(q), seen, q.shape[-1])
     elif kind == "differential_v2":
         assert gates is not None
         first, second = scores(q[..., :half]), scores(q[..., half:])
@@ -80,6 +88,8 @@ def _of_head(
         out = out + A[..., T:] * value
     if kind == "differential":
         out = rms_norm(out, learned.norm.weight, 1e-5) * (1 - learned.lambda_init)
+    if kind == "threshold_differential":
+        out = rms_norm(out, learned.norm.weight, 1e-5)
     if key is None and value is not None:
         out = out + value
     return out, A
@@ -95,6 +105,13 @@ def _added(bias: Any, h: int, heads: int, k: Tensor, v: Tensor) -> tuple[Tensor 
         direction = first if bias.fixed.direction == "first" else [1 / math.sqrt(v.shape[-1])] * v.shape[-1]
         value = bias.fixed.norm * v.new_tensor(direction)
     return key, value, v.new_zeros(()) if bias.off_by_one else None if bias.logit is None else bias.logit[h]
+
+
+def _scaled(q: Tensor, k: Tensor, kind: str) -> Tensor:
+    """q.k / sqrt(d), or the cosine under attention with a threshold."""
+    lengths = q.norm(dim=-1)[..., None] * k.norm(dim=-1)[..., None, :]  # 0 for half of a bias key with few dimensions
+    lengths = torch.where(lengths > 0, lengths, 1.0)
+    return q @ k.mT / (lengths if kind.startswith("threshold") else math.sqrt(q.shape[-1]))
 
 
 def _capped(softcap: float | None, z: Tensor) -> Tensor:

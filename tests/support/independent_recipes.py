@@ -58,6 +58,10 @@ OPERATIONS = [
     {"kind": "differential"},
     {"kind": "differential", "lambda_init": 0.4},
     {"kind": "differential_v2"},
+    {"kind": "threshold_rectified"},
+    {"kind": "threshold_rectified", "beta": 0.3, "power": 1.5},
+    {"kind": "threshold_differential"},
+    {"kind": "threshold_differential", "beta": 0.2, "power": 3.0, "start": 0.8},
 ]
 KERNELS = [
     {"kind": kind, "normalised": normalised}
@@ -90,6 +94,7 @@ LATENT = {"kind": "latent", "kv_rank": 5, "q_rank": 7, "nope_width": 3, "rope_wi
 RANGES = {
     "alpha": (0.1, 2.0), "p": (0.3, 4.0), "zeta": (1.0, 1.3), "gamma": (-0.2, 0.0), "start": (-1.0, 1.0),
     "offset": (-0.5, 1.5), "lambda_init": (0.1, 0.9), "theta": (2.0, 1e4),
+    "beta": (0.05, 1.5), "power": (1.0, 3.0),
 }  # fmt: skip
 MASKS = ["causal", "window", "prefix", "document"]
 VALUE_RESIDUALS = ["none", {"kind": "fixed", "first": 0.7, "own": -0.4}, "fixed", "learned"]
@@ -151,7 +156,7 @@ def cell_is_legal(cell: Cell) -> bool:
     if operation["kind"] == "stick_breaking":  # the rest is in the place of a key or a logit
         return bias["kind"] in ("none", "sink_token", "v")
     return not ((logit or "start" in bias) and operation in KERNELS) and not (
-        without_value and not operation.get("normalised", True)
+        without_value and not operation.get("normalised", not operation["kind"].startswith("threshold"))
     )
 
 

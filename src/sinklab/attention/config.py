@@ -95,9 +95,10 @@ class AttentionConfig(Part):
         if operation.sequential and self.backend == "flex":
             raise ValueError(f"backend flex does not support operation {name}: use auto, chunked or eager")
         if bias.without_value and not operation.divides:
+            remedy = "set operation.normalised or use bias kv" if hasattr(operation, "normalised") else "use bias kv"
             raise ValueError(
                 f"bias {bias.kind} has the value zero, and operation {name} does not divide by the row sum, so the "
-                "bias would change nothing: set operation.normalised or use bias kv"
+                f"bias would change nothing: {remedy}"
             )
         if bias.kind == "off_by_one" and operation.zero_at_zero:
             raise ValueError(f"a logit of 0 adds nothing under operation {name}: use bias sink_logit, not off_by_one")

@@ -19,6 +19,7 @@ from sinklab.attention.operations.entmax import Entmax15
 from sinklab.attention.operations.kernel import EluKernel, IdentityKernel, MlpKernel
 from sinklab.attention.operations.similarity import Elu1, Forgetting, Relu, ScalableSoftmax, Sigmoid, Softmax
 from sinklab.attention.operations.stick_breaking import StickBreaking
+from sinklab.attention.operations.threshold import ThresholdDifferential, ThresholdRectified
 from sinklab.attention.operations.two_pass import ClippedSoftmax, ElasticSoftmax, Softpick
 
 Operation = Annotated[
@@ -37,6 +38,8 @@ Operation = Annotated[
     | ElasticSoftmax
     | Entmax15
     | Differential
-    | DifferentialV2,
+    | DifferentialV2
+    | ThresholdRectified
+    | ThresholdDifferential,
     Field(discriminator="kind"),
 ]

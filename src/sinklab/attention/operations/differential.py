@@ -15,6 +15,7 @@ from sinklab.attention.importance import Rows
 from sinklab.attention.operations.base import OperationPart
 from sinklab.attention.operations.call import Call
 from sinklab.attention.query_blocks import accumulate_dtype
+from sinklab.attention.scores import Score
 from sinklab.schema import Example
 
 
@@ -41,38 +42,65 @@ class Lambda(nn.Module):
 
 
 class Difference(OperationPart):
-    """Base class of operations A = softmax(z1) - w softmax(z2); the proxy scores are |A_ts| / sum_j |A_tj|."""
+    """Base class of operations A = A1 - w A2; the proxy scores are |A_ts| / sum_j |A_tj|.
+
+    A1 and A2 are the softmaxes of two parts of the queries and keys, or similarities that are not divided by their sum.
+    """
 
     @abstractmethod
     def strength(self, call: Call) -> Tensor:
-        """Compute the weight w of the second softmax, broadcastable to (B, H, T)."""
+        """Compute the weight w of the second part, broadcastable to (B, H, T)."""
+
+    def parts(self, call: Call) -> tuple[Call, Call]:
+        """Return the calls of the two parts."""
+        return halves(call)
+
+    def similarity(self, part: Call) -> Score | None:
+        """Return the log-similarity of a part, which is not divided by its row sum; None for softmax."""
+        return None
 
     def difference(self, call: Call, v_BGTV: Tensor) -> Tensor:
         """Compute the output A v before any norm, in the dtype of w: (B, H, T, V)."""
         strength, outs = self.strength(call), []
-        for half in halves(call):
-            out, lse = half.attend(v_BGTV)
-            logits = half.bias_logits()
-            outs.append(out if logits is None else with_extra_key(out, lse, logits, half.value_HV)[0])
+        for part in self.parts(call):
+            similarity = self.similarity(part)
+            out, lse = part.attend(v_BGTV, similarity)
+            logits = part.bias_logits(similarity)
+            if logits is not None:
+                out, lse = with_extra_key(out, lse, logits, part.value_HV)
+            outs.append(out if similarity is None else out * lse.exp()[..., None].to(out.dtype))
         of_value = strength if strength.ndim == 0 else strength[..., None]
         return outs[0].to(strength.dtype) - of_value * outs[1].to(strength.dtype)
 
     @torch.no_grad()
     def rows(self, call: Call) -> Iterator[Rows]:
-        strength = self.strength(call).to(accumulate_dtype(call.q_BHTD.dtype))
-        strength_BHT = strength.expand(call.q_BHTD.shape[:3])
-        for one, other in zip(*(half.rows() for half in halves(call)), strict=True):
-            strength_BHQ = strength_BHT[..., one.block.start : one.block.stop]
-            weights = one.weights_BHQS.sub_(strength_BHQ[..., None] * other.weights_BHQS).abs_()
+        parts = self.parts(call)
+        factors = self._factors(call, parts)
+        rows = (part.rows(self.similarity(part)) for part in parts)
+        for one, other in zip(*rows, strict=True):
+            first, second = (factor[..., one.block.start : one.block.stop] for factor in factors)
+            weights = one.weights_BHQS.mul_(first[..., None]).sub_(second[..., None] * other.weights_BHQS).abs_()
             total, share = weights.sum(-1), None
             if one.bias_BHQ is not None and other.bias_BHQ is not None:
-                share = (one.bias_BHQ - strength_BHQ * other.bias_BHQ).abs()
+                share = (first * one.bias_BHQ - second * other.bias_BHQ).abs()
                 total = total + share
             total = total.masked_fill_(total == 0, 1)
             yield Rows(one.block, weights.div_(total[..., None]), None if share is None else share / total)
 
     def row_sums(self, call: Call) -> Tensor:
-        return (1 - self.strength(call)).expand(call.q_BHTD.shape[:3])
+        first, second = self._factors(call, self.parts(call))
+        return first - second
+
+    def _factors(self, call: Call, parts: tuple[Call, Call]) -> tuple[Tensor, Tensor]:
+        """Return the row sums of A1 and of w A2, each (B, H, T)."""
+        strength = self.strength(call).to(accumulate_dtype(call.q_BHTD.dtype))
+        strength_BHT = strength.expand(call.q_BHTD.shape[:3])
+        similarities = [self.similarity(part) for part in parts]
+        one, other = (
+            torch.ones_like(strength_BHT) if similarity is None else part.normaliser(similarity).exp()
+            for part, similarity in zip(parts, similarities, strict=True)
+        )
+        return one, strength_BHT * other
 
 
 class Differential(Difference):
