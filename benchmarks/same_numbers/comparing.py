@@ -16,7 +16,7 @@ CLOCK = re.compile(
     r"|^(files|text|identity)$"  # hashes that may depend on modification times
 )
 DURATION = re.compile(
-    r"waited for data \d+%|\b\d[\d,.]*\s?(s|ms|min|MB|GB|tokens/s|h|it/s)\b|\d+:\d\d(:\d\d)?( UTC)?|\d{4}-\d\d-\d\d"
+    r"data stall \d+%|\b\d[\d,.]*\s?(s|ms|min|MB|GB|tokens/s|h|it/s)\b|\d+:\d\d(:\d\d)?( UTC)?|\d{4}-\d\d-\d\d"
 )
 LEFT_OUT = (
     *("lock", "SHA256SUMS", "checksums.txt", "lab.err", "lab.out"),
