@@ -120,9 +120,13 @@ class _UniqueKeys:
     """Base of YAML loaders that raise an error if a mapping repeats a key; PyYAML would use the last value."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if repeated := sorted({key for key in keys if keys.count(key) > 1 and key != "<<"}):
-            raise yaml.constructor.ConstructorError(None, None, f"the key {repeated[0]} is repeated", node.start_mark)
+        seen = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    message = f"the key {key.value} is repeated"
+                    raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
+                seen.add(key.value)
         return super().construct_mapping(node, deep)  # type: ignore[misc]
 
 

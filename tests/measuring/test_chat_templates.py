@@ -61,7 +61,7 @@ def test_a_conversation_is_written_as_transformers_writes_it(tokenizer, template
 def test_a_template_that_fails_is_named_with_what_it_did(tokenizer, template: str) -> None:
     with pytest.raises(InputError) as refused:
         rendered(tokenizer, template)
-    assert f"line 7: the model's chat template cannot render this conversation ({FAILING[template].lstrip('(')}" in str(
+    assert f"line 7: the chat template cannot render this conversation ({FAILING[template].lstrip('(')}" in str(
         refused.value
     )
     assert rendered(tokenizer, MODEST) == "a" * 100
@@ -129,8 +129,8 @@ def test_commands_end_with_a_sentence_and_compare_names_the_model(run: Run, tmp_
     small = ("--sequences", 2, "--length", 12)
     status, _, err = on_one_line(run)("measure", bad, "--text", chats, "--out", "m", *small)
     assert status == 2
-    assert "chats.jsonl, line 1: the model's chat template cannot render this conversation" in err
+    assert "chats.jsonl, line 1: the chat template cannot render this conversation" in err
     status, _, err = on_one_line(run)("compare", good, bad, "--text", chats, "--out", "c", *small)
     assert status == 2
-    assert f"{bad}: {chats}, line 1: the model's chat template cannot render this conversation" in err
+    assert f"{bad}: {chats}, line 1: the chat template cannot render this conversation" in err
     assert (tmp_path / "c" / "good" / "measurement.json").is_file()  # kept, and not measured again

@@ -193,7 +193,7 @@ def test_the_initialisation_key_keeps_earlier_hashes() -> None:
         ),
         ("model.attention.mask={kind: window, width: 0}", "width: .*greater than or equal to 1"),
         ("model.attention.mask={kind: prefix, length: 65}", "length 65 is above context 64: .*no targets"),
-        ("metric.length=65", "metric.length 65 exceeds model.context 64: set metric.length too"),
+        ("metric.length=65", "metric.length 65 exceeds model.context 64: set metric.length to at most 64"),
         ("train.micro_batch=5", "batch_size 32 is not a multiple of micro_batch 5"),
         ("optim.lr=-1", "optim.lr: .*greater than 0"),
         ("lr", "expected KEY=VALUE"),

@@ -11,7 +11,7 @@ from sinklab.commands.ending import stderr
 from sinklab.commands.from_model import with_options
 from sinklab.commands.options import Json, option, print_result
 from sinklab.commands.terminal.progress import DataBoard, JobProgress
-from sinklab.errors import InputError
+from sinklab.errors import InputError, cause
 from sinklab.files import parse_yaml
 from sinklab.settings import ADVANCED, INPUT, LARGEST, OUTPUT, CommandSettings, Flag, Seed
 from sinklab.signals import keeping_what_is_finished
@@ -81,7 +81,9 @@ class PrepareSettings(CommandSettings, frozen=True):
         except OSError as error:
             raise InputError(f"cannot read {weights}: {error.strerror}") from error
         except ValueError as error:
-            raise InputError(f"{weights}: expected lines `domain: weight` with positive weights: {error}") from error
+            raise InputError(
+                f"{weights}: expected lines `domain: weight` with positive weights ({cause(error)})"
+            ) from error
 
 
 @with_options

@@ -13,7 +13,9 @@ from sinklab.commands.terminal.tables import printable
 from sinklab.errors import SinklabError, is_out_of_memory
 from sinklab.files import FULL
 
-PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}
+PLAIN: Any = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
+INACCESSIBLE = (errno.EACCES, errno.EPERM, errno.ELOOP)
+NO_HOME = "Could not determine home directory."  # pathlib, for ~name
 SHOWN = 80  # characters shown of a path that is too long
 _KEPT = "interrupted; finished work is saved. Run the same command again to resume."
 _NOT_KEPT = "interrupted; unfinished results were not saved. Run the same command again to start over."
@@ -46,6 +48,11 @@ def end(app: typer.Typer) -> NoReturn:
 
 def _status(app: typer.Typer) -> int:
     """Run the command and return its exit status; print the message of an expected error."""
+    if "" in sys.argv[1:]:  # an empty path would be the current folder
+        _say_error(
+            "an argument is empty, as from an unset variable of the shell: pass a value, or leave the option out"
+        )
+        return 2
     try:
         status = app(standalone_mode=False)
     except SinklabError as error:
@@ -58,6 +65,9 @@ def _status(app: typer.Typer) -> int:
         if error.errno == errno.ENAMETOOLONG:  # raised by any use of a path argument
             _say_error(f"{str(error.filename)[:SHOWN]}...: {error.strerror}; use a shorter path")
             return 2
+        if error.errno in INACCESSIBLE and error.filename is not None:  # also raised by any use
+            _say_error(f"cannot access {error.filename}: {error.strerror}. Make it accessible, or use another path")
+            return 2
         if error.errno not in FULL or error.filename is not None:
             raise
         _say_error(f"cannot write the result to stdout ({error.strerror}): free disk space, or redirect stdout")
@@ -67,6 +77,9 @@ def _status(app: typer.Typer) -> int:
         if is_out_of_memory(error):
             _say_error(f"{_OUT_OF_MEMORY} ({str(error).strip() or type(error).__name__})")
             return 1
+        if str(error) == NO_HOME:
+            _say_error("a path begins with ~ and a name, and there is no such home directory: use another path")
+            return 2
         if not hasattr(error, "exit_code") or not hasattr(error, "format_message"):
             raise
         message = error.format_message()  # type: ignore[attr-defined]  # empty if a help text was printed
@@ -98,4 +111,4 @@ def say_on(console: Console, message: str) -> None:
 
 def stderr() -> Console:
     """Return a rich console on stderr, for all output except results."""
-    return Console(stderr=True)
+    return Console(stderr=True, emoji=False)

@@ -317,7 +317,10 @@ class Measurement(WithArrays):
             InputError: if a file is missing, cannot be read or is invalid, or the two files do not match.
         """
         folder = Path(folder)
-        advice = f"{folder} contains no usable measurement; run `sinklab measure` again with --out {folder}"
+        advice = (
+            f"{folder} contains no usable measurement; delete measurement.json and measurement.npz there and run the "
+            "command that wrote them again"
+        )
         try:
             document = parse_json((folder / "measurement.json").read_text(encoding="utf-8"))
             if not isinstance(document, dict):

@@ -30,8 +30,8 @@ SEED_FOLDER = re.compile(r"seed_(\d+)")
 LOOKED_FOR = "recipe.yaml (a run), measurement.json, assessment.json or summary.json with cells (experiments)"
 REPAIR = "repair it or leave its folder out"
 REWRITE = (
-    "rerun `sinklab reproduce`, which rewrites the file and keeps finished runs, use the version of sinklab that wrote "
-    "it, or leave its folder out"
+    "delete it and run `sinklab reproduce` again, which keeps finished runs, use the version of sinklab that wrote it, "
+    "or leave its folder out"
 )
 
 SUITES = {

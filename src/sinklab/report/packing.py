@@ -75,6 +75,7 @@ def pack_sweep(dirs: Sequence[Path], out: Path) -> Path:
     packed = _packed_runs(sweep)
     if not packed:
         raise InputError(f"{top} has no finished or failed run to pack; measurements of existing models are not packed")
+    write_text(out / CHECKSUMS, "")  # after an interruption, the next call recognises its own copy
     _remove_earlier_copy(out)
     for name, runs in packed.items():
         write_packed(out / name, runs)

@@ -31,6 +31,7 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import JudgedClaim, verdict_counts
 from sinklab.experiments.paper import statements
+from sinklab.experiments.sweep.packed import CHECKSUMS
 from sinklab.experiments.verdicts import RULE
 from sinklab.experiments.verdicts.counts import remarks_on_counts
 from sinklab.files import cache_folder, write_text, written_aside
@@ -78,10 +79,13 @@ def write_page(data: ReportData, out: Path | None = None, formats: Sequence[str]
         formats: formats ("svg", "pdf", "png") of chart files to write into `charts/` next to the HTML file.
 
     Raises:
-        InputError: see `render` and `export_charts`, and if the HTML file exists and was not written by sinklab.
+        InputError: see `render` and `export_charts`; if the HTML file exists and was not written by sinklab, or is that
+            of packed results, whose checksum would no longer agree.
         SinklabError: if a file cannot be written, or env.json of a run is damaged.
     """
     target = out or data.dirs[0] / REPORT
+    if (target.parent / CHECKSUMS).is_file():
+        raise InputError(f"{target.parent} has packed results with checksums: choose an --out in another folder")
     check_file(target, REPORT)
     if formats:
         export_charts(data, target.parent / "charts", formats)

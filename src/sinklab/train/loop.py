@@ -99,6 +99,8 @@ class Trainer:
             self._must_all(sees(run.directory, first), "see different directories: use a shared --out")
             self.updater = Updater(run, world, self._look)
             self.evaluator = Evaluator(run, self.updater, self._look)
+            if run.shorter is not None:
+                world.only_first(self._check_shorter)
             world.only_first(lambda: establish(run, self.updater.compiles_loss))
             self.model, self.optimizer = self.updater.model, self.updater.optimizer
             compile_blocks(self.model, self.recipe.train.compile, self.updater.device)
@@ -111,6 +113,11 @@ class Trainer:
         is_new = not self.run.directory.exists()
         holding.enter_context(lock_run(self.run.directory))
         holding.callback(leave, self.run.directory, is_new)
+
+    def _check_shorter(self) -> None:
+        """Raise an error if the metrics or the checkpoints of the shorter run are damaged, before it is converted."""
+        read_metrics(self.run.metrics)
+        find_checkpoint(self.run.checkpoints, self.updater.model, self.run.hashes)
 
     def _must_all(self, agree: bool, otherwise: str) -> None:
         if self.world.any(not agree):

@@ -23,7 +23,7 @@ from typing import Any
 from sinklab.assessing.assessment import ASSESSMENT
 from sinklab.errors import InputError
 from sinklab.experiments.documents import RECORD
-from sinklab.experiments.sweep.store import MANIFESTS
+from sinklab.experiments.sweep.store import MANIFESTS, read_manifests
 from sinklab.files import parse_json, sha256_of, write_gzip, write_json, write_text
 from sinklab.outputs import RECIPE
 from sinklab.train.directory.environment import ENVIRONMENT
@@ -145,7 +145,12 @@ def unpack(top: Path, into: Path) -> list[Path]:
 
 
 def take_up(top: Path, out: Path) -> None:
-    """Add the runs (`unpack`) and manifests of a packed sweep to a sweep's directory; existing ones are kept."""
+    """Add the runs and manifests of a packed sweep to a sweep's directory; existing ones are kept.
+
+    Raises:
+        InputError, SinklabError: see `read_manifests` and `unpack`. If a manifest is damaged, nothing is written.
+    """
+    read_manifests(top)
     unpack(top, out)
     for path in sorted((top / MANIFESTS).glob("*.json")):
         if not (out / MANIFESTS / path.name).exists():

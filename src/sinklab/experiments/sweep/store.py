@@ -101,8 +101,8 @@ def read_manifests(out: Path) -> dict[str, SweepManifest]:
             experiment that is invalid in this version of sinklab.
     """
     remedy = (
-        "if it is damaged or of another version of sinklab, remove it and run that experiment again, or choose another "
-        "--out"
+        "if it is damaged or of another version of sinklab, remove it and run that experiment again, or use another "
+        "folder"
     )
     found = [read_document(SweepManifest, path, remedy) for path in sorted((out / MANIFESTS).glob("*.json"))]
     return {manifest.experiment.id: manifest for manifest in found}

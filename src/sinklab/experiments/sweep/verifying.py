@@ -102,8 +102,15 @@ def verify_packed(
 def _check_files(top: Path) -> Verified:
     expected = read_checksums(top)
     there = {path.relative_to(top).as_posix() for path in top.rglob("*") if path.is_file()} - {CHECKSUMS}
-    changed = (name for name in sorted(expected.keys() & there) if sha256_of(top / name) != expected[name])
+    changed, unreadable = [], []
+    for name in sorted(expected.keys() & there):
+        try:
+            if sha256_of(top / name) != expected[name]:
+                changed.append(name)
+        except OSError as error:
+            unreadable.append(f"{name} cannot be read: {error.strerror}")
     problems = [
+        *unreadable,
         *(f"{name} is missing" for name in sorted(expected.keys() - there)),
         *(f"{name} is not in {CHECKSUMS}" for name in sorted(there - expected.keys())),
         *(f"{name} differs from the packed file" for name in changed),

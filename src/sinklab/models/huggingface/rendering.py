@@ -83,7 +83,7 @@ def render_chat(
     except ValueError as error:
         answer, why = {}, cause(error)
     if why is not None:
-        raise InputError(f"{where}: the model's chat template cannot render this conversation ({why}): {remedy}")
+        raise InputError(f"{where}: the chat template cannot render this conversation ({why}): {remedy}")
     return Rendered(answer["text"], [(start, end) for start, end in answer["marked"]])
 
 

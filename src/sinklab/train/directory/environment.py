@@ -1,6 +1,5 @@
 """env.json of a run directory: run hash, data, package versions and machine."""
 
-import json
 import platform
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import torch
 import sinklab
 from sinklab.device import pick_device, processor_name
 from sinklab.errors import InputError, SinklabError, cause
+from sinklab.files import parse_json
 from sinklab.schema import leaves
 from sinklab.train.recipe import DATA_ORIGIN, MANNER, Recipe, load_recipe
 
@@ -32,7 +32,7 @@ def read_environment(directory: Path) -> dict[str, Any]:
     """
     path = directory / ENVIRONMENT
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
         if not all(isinstance(run["hash"], str) for run in (found, *found.get("continues", ()))):
             raise TypeError
         return found
@@ -42,7 +42,7 @@ def read_environment(directory: Path) -> dict[str, Any]:
         raise InputError(f"{directory} cannot be a run directory: {error.strerror}. Choose another --out") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         why = cause(error) if isinstance(error, ValueError) else "it does not contain a run hash"
-        raise SinklabError(f"{path} cannot be read ({why}): restore it, or choose another --out") from error
+        raise SinklabError(f"{path} cannot be read ({why}): restore it, or use another directory") from error
 
 
 def recorded_hash(directory: Path) -> str | None:

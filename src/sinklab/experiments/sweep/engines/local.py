@@ -12,6 +12,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
@@ -110,6 +111,7 @@ class LocalEngine:
             share = self._free.pop(0)
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_train, args=(run, share, dict(os.environ), theirs), daemon=True)
+            resource_tracker.ensure_running()  # starting it would end the block of signals
             with _signals_held_back():
                 process.start()
             theirs.close()  # so that the pipe closes when the process ends
