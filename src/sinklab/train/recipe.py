@@ -89,8 +89,8 @@ class Recipe(Part):
     def _parts_fit(self) -> Self:
         if self.metric.length > self.model.context:
             raise ValueError(
-                f"metric.length {self.metric.length} exceeds model.context {self.model.context}: set metric.length to at "
-                f"most {self.model.context}"
+                f"metric.length {self.metric.length} exceeds model.context {self.model.context}: set metric.length "
+                f"to at most {self.model.context}"
             )
         if self.schedule.min_lr > self.optim.lr:
             raise ValueError(
