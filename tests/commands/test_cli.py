@@ -117,6 +117,42 @@ def test_train_measure_and_report_from_text_to_page(run: Run, text: Path, tmp_pa
     assert "<html" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            PermissionError(13, "Permission denied", "home/model"),
+            "cannot access home/model: Permission denied. Make it",
+        ),
+        (OSError(40, "Too many levels of symbolic links", "loop"), "cannot access loop: Too many levels"),
+        (RuntimeError("Could not determine home directory."), "there is no such home directory"),
+    ],
+)
+def test_a_path_that_cannot_be_accessed_ends_in_a_sentence(
+    error: Exception, said: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*given: object) -> None:
+        raise error
+
+    monkeypatch.setattr("sinklab.report.collect.collect", refused)
+    status, out, err = run("report", "anything")
+    assert (status, out) == (2, "")
+    assert said in " ".join(err.split())
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", [("report", ""), ("train", "tiny", "--out", ""), ("lab", "--text", "")])
+def test_an_empty_argument_is_refused(command: tuple[str, ...], run: Run, tmp_path: Path) -> None:
+    status, out, err = run(*command)
+    assert (status, out) == (2, "")
+    assert "an argument is empty" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_in_messages_are_not_replaced_by_emoji(run: Run) -> None:
+    assert "recipe :fire: not found" in run("train", ":fire:")[2]
+
+
 def test_training_twice_continues_instead(run: Run, text: Path, tmp_path: Path) -> None:
     run("train", "tiny", *settings(text), "--out", "one")
     before = (tmp_path / "one" / "metrics.jsonl").read_text()

@@ -12,8 +12,10 @@ from conftest import Run
 from sweeps import write_experiment
 
 from sinklab.commands.app import app
-from sinklab.experiments.sweep.packed import read_packed, write_checksums
+from sinklab.errors import InputError
+from sinklab.experiments.sweep.packed import read_packed, take_up, write_checksums
 from sinklab.experiments.sweep.verifying import Verified, verify_packed
+from sinklab.files import sha256_of
 
 OPTIONS = ("--text", "text.jsonl", "--jobs", "2")
 
@@ -97,6 +99,31 @@ def test_a_packed_file_that_cannot_be_read_is_named_and_not_its_unpacked_copy(pa
     status, _, err = run("verify", packed)
     assert status == 2
     assert f"{packed} cannot be read: {recipes.parent.name}/recipes.yaml differs from the packed file" in err
+
+
+def test_an_unreadable_file_is_a_problem(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> str:
+        if path.name == "README.md":
+            raise PermissionError(13, "Permission denied", str(path))
+        return sha256_of(path)
+
+    monkeypatch.setattr("sinklab.experiments.sweep.verifying.sha256_of", refused)
+    assert "README.md cannot be read: Permission denied" in problems(verify_packed(packed))
+
+
+def test_a_packed_manifest_that_is_damaged_is_refused_before_anything_is_written(
+    packed: Path, run: Run, tmp_path: Path
+) -> None:
+    (manifest,) = (packed / "asked").glob("*.json")
+    sound = manifest.read_bytes()
+    for damage in (b"{", b"\xff"):
+        manifest.write_bytes(damage)
+        with pytest.raises(InputError, match=rf"{packed}/asked/{manifest.name} cannot be read"):
+            take_up(packed, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    manifest.write_bytes(sound)
+    take_up(packed, tmp_path / "out")
+    assert (tmp_path / "out" / "asked" / manifest.name).read_bytes() == sound
 
 
 def test_a_verdict_that_the_runs_do_not_give_is_found(packed: Path) -> None:

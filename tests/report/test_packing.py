@@ -12,11 +12,12 @@ import yaml
 from report_fixtures import make_lab
 from sweep_fixtures import CELLS, EXPERIMENTS, make_sweep
 
-from sinklab.errors import InputError
+from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.documents import JudgedClaim, Summary
 from sinklab.experiments.sweep.packed import read_checksums, read_packed, unpack
 from sinklab.report.collect import collect, list_runs
 from sinklab.report.packing import pack_sweep, readme
+from sinklab.report.page import write_report
 from sinklab.report.sweeps import Sweep
 
 TWO = {name: EXPERIMENTS[name] for name in ("table_4", "table_6")}
@@ -220,6 +221,30 @@ def test_what_cannot_be_packed_is_refused_and_stays_as_it_is(sweep_folder: Path,
     with pytest.raises(InputError, match="2 directories"):
         pack_sweep([sweep_folder, full], tmp_path / "out")
     assert contents(full) == {"thesis.txt": b"mine"}
+
+
+def test_an_interrupted_copy_can_be_made_again(
+    sweep_folder: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(data: object, *rest: object) -> str:
+        raise SinklabError("cannot write: no space left")
+
+    out = tmp_path / packed.name
+    with monkeypatch.context() as patch:
+        patch.setattr("sinklab.report.packing.export_charts", full)
+        with pytest.raises(SinklabError, match="no space"):
+            pack_sweep([sweep_folder], out)
+    assert (out / "summary.json").exists()
+    assert contents(pack_sweep([sweep_folder], out)) == contents(packed)
+
+
+def test_a_report_does_not_replace_that_of_packed_results(packed: Path, tmp_path: Path) -> None:
+    before = contents(packed)
+    for out in (None, packed / "more.html"):
+        with pytest.raises(InputError, match="packed results with checksums: choose an --out in another folder"):
+            write_report([packed], out)
+    assert contents(packed) == before
+    assert write_report([packed], tmp_path / "report.html").is_file()
 
 
 def test_an_experiment_without_a_run_that_has_ended_gets_no_folder(tmp_path: Path) -> None:

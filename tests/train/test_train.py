@@ -48,6 +48,10 @@ def recipe(**changes: object) -> Recipe:
     return build_recipe(RECIPE, changes)
 
 
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def train(dataset: TokenDataset, out: Path, wanted: Recipe, stop_at: int | None = None) -> Trainer:
     """Train to the end, or until `stop_at` updates are done."""
     done = [0]
@@ -187,6 +191,24 @@ def test_final_results_of_a_shorter_run_are_removed_when_it_is_extended(dataset:
     assert stopped.state.step == 13
     assert not (tmp_path / "measurement.json").exists()
     assert load_run(tmp_path).step == 13
+
+
+def test_a_shorter_run_with_damaged_files_is_not_converted(dataset: TokenDataset, tmp_path: Path) -> None:
+    short, long = recipe(**FLAT), recipe(**FLAT, train={"steps": 15})
+    train(dataset, tmp_path, short)
+    metrics = (tmp_path / "metrics.jsonl").read_bytes()
+    (tmp_path / "metrics.jsonl").write_bytes(b"{broken\n" + metrics)
+    before = files(tmp_path)
+    with pytest.raises(SinklabError, match=r"metrics\.jsonl, line \d+, is invalid"):
+        Trainer(open_run(long, dataset, tmp_path))
+    assert files(tmp_path) == before
+    (tmp_path / "metrics.jsonl").write_bytes(metrics)
+    for weights in tmp_path.glob("checkpoints/*/*.safetensors"):
+        weights.write_bytes(b"broken")
+    before = files(tmp_path)
+    with pytest.raises(SinklabError, match="none of the checkpoints"):
+        Trainer(open_run(long, dataset, tmp_path))
+    assert files(tmp_path) == before
 
 
 def test_an_interrupted_extension_is_completed(dataset: TokenDataset, tmp_path: Path) -> None:
