@@ -14,6 +14,7 @@ from made_measurement import H, L, T, made_measurement
 
 import sinklab
 from sinklab.errors import InputError
+from sinklab.measuring.frames import remove_tables
 from sinklab.measuring.measurement import Measurement
 
 
@@ -104,6 +105,14 @@ def test_a_table_replaces_a_table_and_no_other_file(kind: str, theirs: bytes, tm
     with pytest.raises(InputError, match=r"notes exists and was not written by sinklab"):
         write(notes)
     assert notes.read_bytes() == theirs
+
+
+def test_tables_of_an_earlier_measurement_are_removed_and_no_other_file(tmp_path: Path) -> None:
+    made_measurement().to_csv(tmp_path / "importance.csv")
+    (tmp_path / "layers.csv").write_text("layer,loss\n1,2.5\n")
+    (tmp_path / "notes.csv").write_text("mine")
+    remove_tables(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["layers.csv", "notes.csv"]
 
 
 @pytest.mark.parametrize("name", ["measurement.json", "measurement.npz"])

@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -109,3 +110,11 @@ def write_tables(columns: Callable[[TableName], Columns], folder: Path, formats:
     for kind in formats:
         for table in TABLES:
             WRITERS[kind](columns(table), folder / f"{table}.{kind}")
+
+
+def remove_tables(folder: Path) -> None:
+    """Remove the tables of an earlier measurement from a folder; other files with the same names are kept."""
+    for path in (folder / f"{table}.{kind}" for kind in WRITERS for table in TABLES):
+        with suppress(InputError, OSError):
+            check_file(path, TABLE)
+            path.unlink()

@@ -22,6 +22,7 @@ from sinklab.data.spelling import UNKNOWN
 from sinklab.errors import InputError
 from sinklab.jobs.ledger import unsaved
 from sinklab.measuring import inputs
+from sinklab.measuring.frames import remove_tables
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.surgery.study import changed_positions, measure_with_study
 from sinklab.models.hooks import Progress
@@ -48,7 +49,7 @@ def measure_model(
         model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
         text: a .txt or .jsonl file, a folder of them, or a source such as stdlib (data/sources/corpora.py). Only
             natural inputs need a text.
-        out: output directory; an earlier measurement in it is replaced. None saves nothing.
+        out: output directory; an earlier measurement in it is replaced, and its tables are removed. None saves nothing.
         progress: callback, called with (sequences done, total sequences).
 
     Raises:
@@ -64,6 +65,7 @@ def measure_model(
     if out is not None:
         with unsaved(lambda: measurement):
             measurement.save(out)
+        remove_tables(out)
     return measurement
 
 
