@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from conftest import Run
 from sampling import one_in
 from sweeps import EXPERIMENT, write_experiment
@@ -327,3 +328,12 @@ def test_the_help_says_how_many_seeds_there_are_unless_told(run: Run) -> None:
     assert EXPERIMENT.count("seeds: 2") == 1
     _, out, _ = run("reproduce", "--help")
     assert "the first N seeds, draws or models; default: the experiment's, usually 5" in " ".join(out.split())
+
+
+def test_too_little_validation_text_is_refused_before_a_run_begins(run: Run, tmp_path: Path) -> None:
+    recipe = yaml.safe_load(Path("small.yaml").read_text())
+    Path("small.yaml").write_text(yaml.safe_dump({**recipe, "metric": {**recipe["metric"], "sequences": 100000}}))
+    status, _, err = run("reproduce", "mine.yaml", *OPTIONS, "--out", "out")
+    assert status == 2
+    assert err.count("the validation text has") == 1
+    assert not (tmp_path / "out").exists()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sinklab.errors import InputError
 from sinklab.measuring.driver import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
@@ -91,12 +90,6 @@ def _batches(run: Run) -> list[Tensor]:
     The batch size depends only on the recipe, so that rounding does not depend on the number of processes.
     """
     metric, valid = run.recipe.metric, run.loader("valid")
-    if valid.chunks < metric.sequences:
-        raise InputError(
-            f"the validation text has {valid.chunks} sequences of {valid.context} tokens, but the metric "
-            f"needs {metric.sequences}: add text, increase data.valid_fraction (of prepared data --valid-fraction of "
-            "`sinklab data prepare`) or decrease metric.sequences"
-        )
     count = min(max(run.recipe.train.eval_sequences, metric.sequences), valid.chunks)
     tokens_NT = torch.cat([valid.batch(i) for i in range(-(-count // valid.batch_size))])[:count]
     run.dataset.valid.check_unchanged()

@@ -12,7 +12,7 @@ from sinklab.experiments.definition import Experiment, Scale
 from sinklab.experiments.sweep.engine import PlannedRun
 from sinklab.interventions import VARIANTS
 from sinklab.schema import leaves
-from sinklab.train.directory.run import resolve
+from sinklab.train.directory.run import Run, resolve
 from sinklab.train.recipe import DATA_ORIGIN, KINDS, Recipe, build_recipe, recipe_values
 from sinklab.train.start import with_checkpoint_values
 
@@ -180,7 +180,7 @@ def place_sweep(
         data: prepared data by `data_key`.
 
     Raises:
-        InputError: see `resolve`.
+        InputError: see `resolve` and `Run.loader`.
     """
     runs: dict[str, PlannedRun] = {}
     hashes: dict[tuple[str, int], str] = {}
@@ -192,6 +192,7 @@ def place_sweep(
         run_hash = hashes[name, seed] = recipe.content_hash(dataset.fingerprint)
         if run_hash not in runs:
             directory = found.get(run_hash) or out / f"{name}-{run_hash}"
+            Run(directory, recipe, dataset, run_hash).loader("valid")  # refuses a validation text that is too short
             label = f"{name} seed {seed}" if several else name
             runs[run_hash] = PlannedRun(label, recipe.to_yaml(), directory, run_hash)
     return PlannedSweep(plan, tuple(runs.values()), hashes)

@@ -86,9 +86,13 @@ class Run:
         return self.directory / "failed.json"
 
     def loader(self, split: Literal["train", "valid"]) -> Loader:
-        """Return the loader of a split, with data interventions. Raises the same errors as `Loader`."""
+        """Return the loader of a split, with data interventions.
+
+        Raises:
+            InputError: see `Loader`; also if the validation text has fewer sequences than the sink metric needs.
+        """
         recipe, data = self.recipe, self.dataset
-        return Loader(
+        loader = Loader(
             data.train if split == "train" else data.valid,
             context=recipe.model.context,
             batch_size=recipe.train.batch_size,
@@ -98,6 +102,13 @@ class Run:
             bos_id=data.bos_id,
             shuffle=split == "train",
         )
+        if split == "valid" and loader.chunks < recipe.metric.sequences:
+            raise InputError(
+                f"the validation text has {loader.chunks} sequences of {loader.context} tokens, but the metric needs "
+                f"{recipe.metric.sequences}: add text, increase data.valid_fraction (of prepared data "
+                "--valid-fraction of `sinklab data prepare`) or decrease metric.sequences"
+            )
+        return loader
 
 
 def resolve(recipe: Recipe, dataset: TokenDataset) -> Recipe:
