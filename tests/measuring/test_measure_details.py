@@ -231,7 +231,7 @@ def test_damaged_details_say_to_measure_again(tmp_path: Path) -> None:
     for change in ({}, {"details_entropy": arrays["details_entropy"][:1]}):
         kept = {name: array for name, array in arrays.items() if change or name != "details_entropy"}
         np.savez(tmp_path / "measurement.npz", **(kept | change))
-        with pytest.raises(InputError, match="run `sinklab measure` again"):
+        with pytest.raises(InputError, match=r"delete measurement\.json and measurement\.npz there"):
             Measurement.load(tmp_path)
 
 

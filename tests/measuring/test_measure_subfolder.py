@@ -92,7 +92,7 @@ def test_a_model_in_a_folder_of_a_repository_is_named_with_it(hub: Path, models:
         ("beside", "outer", "beside/outer is neither a directory nor"),
         ("beside", "../above", "use a relative path inside"),
         ("beside", "/inner", "use a relative path inside"),
-        ("beside", "", "use a relative path inside"),
+        ("beside", "", "an argument is empty"),
         (f"beside/{INNER}/config.json", "inner", "config.json is a file"),
     ],
 )

@@ -27,7 +27,7 @@ def test_a_sweep_is_called_by_what_is_in_it_wherever_it_was_packed(
 ) -> None:
     packed = pack_sweep([make_sweep(tmp_path / "sweep", experiments)], tmp_path / "contpack")
     shutil.copytree(packed, tmp_path / "continued")
-    for page in (packed / "report.html", write_report([tmp_path / "continued"])):
+    for page in (packed / "report.html", write_report([tmp_path / "continued"], tmp_path / "page.html")):
         assert f"<h1>Attention sinks: {title}</h1>" in page.read_text(encoding="utf-8")
 
 

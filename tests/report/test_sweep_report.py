@@ -279,7 +279,7 @@ def test_a_summary_of_another_schema_is_refused_with_what_to_do(tmp_path: Path, 
     (top / "summary.json").write_text(json.dumps({**document, "schema": version}), encoding="utf-8")
     with pytest.raises(
         InputError,
-        match=rf"summary\.json cannot be read \(schema version {version!r}; this version of sinklab reads 3\): rerun",
+        match=rf"summary\.json cannot be read \(schema version {version!r}; this version of sinklab reads 3\): delete",
     ):
         collect([top])
 
