@@ -23,6 +23,7 @@ from sinklab.outputs import target_of
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+T = TypeVar("T")
 AnyModel = TypeVar("AnyModel", bound="BaseModel")
 
 MOST_VALUES = 10_000
@@ -185,7 +186,7 @@ def read_mapping(path: Path, remedy: str) -> dict[str, Any]:
         remedy: what the user can do about a damaged file; the end of the error message.
 
     Raises:
-        InputError: if the file is missing (`is_missing`), cannot be read or does not contain a mapping.
+        InputError: if the file is missing (see `if_present`), cannot be read or does not contain a mapping.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -212,9 +213,14 @@ def read_document(kind: type[AnyModel], path: Path, remedy: str) -> AnyModel:
         raise InputError(f"{path} cannot be read ({cause(error)}): {remedy}") from error
 
 
-def is_missing(error: InputError) -> bool:
-    """Return whether `read_mapping` or `read_document` raised the error because there is no such file."""
-    return isinstance(error.__cause__, FileNotFoundError)
+def if_present(read: Callable[[], T]) -> T | None:
+    """Call `read`, which calls `read_mapping` or `read_document`; return None if there is no such file."""
+    try:
+        return read()
+    except InputError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
 
 
 def append_line(path: Path, line: str) -> None:

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from pydantic import ConfigDict, Field, computed_field
 
 from sinklab.errors import InputError
-from sinklab.files import is_missing, read_document, sha256_of, write_json
+from sinklab.files import if_present, read_document, sha256_of, write_json
 from sinklab.measuring.statistics.highest import highest_rate
 from sinklab.schema import ReadDocument, VersionedDocument, finite_or_none
 
@@ -435,12 +435,7 @@ def read_record(directory: Path) -> RunRecord | None:
         InputError: if the record cannot be read, is damaged or has another schema version.
     """
     remedy = "if it is damaged or has another schema version, remove it to record the run again"
-    try:
-        return read_document(RunRecord, directory / RECORD, remedy)
-    except InputError as error:
-        if is_missing(error):
-            return None
-        raise
+    return if_present(lambda: read_document(RunRecord, directory / RECORD, remedy))
 
 
 def record_of(directory: Path, run_hash: str) -> RunRecord | None:

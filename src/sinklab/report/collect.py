@@ -16,7 +16,7 @@ from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.experiments.documents import SUMMARY, CellSummary, Summary, read_record
 from sinklab.experiments.sweep.packed import is_packed
-from sinklab.files import folders_with, is_missing, parse_json, read_document, read_mapping
+from sinklab.files import folders_with, if_present, parse_json, read_document, read_mapping
 from sinklab.measuring.statistics.highest import later_sink_text
 from sinklab.report.data import ReportData, ReportedRun, Suite, grouped, model_name, recipe_changes
 from sinklab.report.sweeps import Sweep, read_sweep
@@ -187,12 +187,7 @@ def _read_recipe(path: Path) -> dict[str, Any]:
 
 def _read_mapping(path: Path) -> dict[str, Any]:
     """Read a mapping from a YAML or JSON file; {} if there is no such file."""
-    try:
-        return read_mapping(path, REPAIR)
-    except InputError as error:
-        if is_missing(error):
-            return {}
-        raise
+    return if_present(lambda: read_mapping(path, REPAIR)) or {}
 
 
 State = Literal["running", "done", "stopped", "failed", "not begun", "damaged"]
