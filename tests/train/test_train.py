@@ -342,11 +342,18 @@ def test_the_second_of_two_trainers_of_an_empty_directory_is_refused(dataset: To
     assert load_run(tmp_path).recipe.seed == 0
 
 
-def test_missing_files_of_a_run_are_written_again(dataset: TokenDataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [None, "seed: [", "seed: 3"])
+def test_missing_and_damaged_files_of_a_run_are_written_again(
+    content: str | None, dataset: TokenDataset, tmp_path: Path
+) -> None:
     train(dataset, tmp_path, recipe())
-    (tmp_path / "recipe.yaml").unlink()
-    (tmp_path / "tokenizer.json").unlink()
-    Trainer(open_run(recipe(), dataset, tmp_path))
+    before = files(tmp_path)
+    for name in ("recipe.yaml", "tokenizer.json"):
+        (tmp_path / name).unlink()
+        if content is not None:
+            (tmp_path / name).write_text(content)
+    Trainer(open_run(recipe(), dataset, tmp_path)).close()
+    assert files(tmp_path) == before
     assert load_run(tmp_path).recipe.seed == 0
     assert (tmp_path / "tokenizer.json").read_bytes() == dataset.tokenizer_path.read_bytes()
     (tmp_path / "env.json").write_text("{")

@@ -16,6 +16,7 @@ longer one, and the longer run takes over the directory: in env.json, `hash` is 
 `continues` lists hash and number of steps of the shorter runs, oldest first.
 """
 
+import filecmp
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -198,10 +199,11 @@ def existing_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None)
 
 
 def establish(run: Run, compiles_loss: bool = False) -> None:
-    """Write env.json, recipe.yaml and the tokenizer files if they are missing. The caller must hold the lock.
+    """Write env.json if it is missing, and recipe.yaml and the tokenizer files if they are missing or damaged.
 
-    env.json is written first, because its hash assigns the directory to this run. After an interruption, the next call
-    writes the missing files. The directory of a shorter run is converted to that of this run.
+    The caller must hold the lock. env.json is written first, because its hash assigns the directory to this run. After
+    an interruption, the next call writes the missing files. The directory of a shorter run is converted to that of this
+    run.
 
     Args:
         compiles_loss: True if the training loss is compiled; recorded in env.json, because it affects rounding.
@@ -210,19 +212,21 @@ def establish(run: Run, compiles_loss: bool = False) -> None:
         InputError: if another run was started in the directory since `open_run`.
         SinklabError: if a file cannot be written, or env.json cannot be read.
     """
-    open_run(run.recipe, run.dataset, run.directory)
+    run = open_run(run.recipe, run.dataset, run.directory)
     if (run.directory / ENVIRONMENT).exists():
         _extend(run)
     else:
         data = {"fingerprint": run.dataset.fingerprint, "source": run.recipe.data.source}
         manner = {"compiles_loss": True} if compiles_loss else {}
         write_json(run.directory / ENVIRONMENT, {"hash": run.hash, "data": data, **environment(run.recipe), **manner})
-    if not (run.directory / RECIPE).exists():
+    written = _recipe_in(run.directory)
+    if written is None or written.content_hash(run.dataset.fingerprint) != run.hash:
         write_text(run.directory / RECIPE, run.recipe.to_yaml())
     for name in TOKENIZER:
-        if not (run.directory / name).exists():
-            with written_aside(run.directory / name) as aside:
-                shutil.copyfile(run.dataset.tokenizer_path.with_name(name), aside)
+        path, source = run.directory / name, run.dataset.tokenizer_path.with_name(name)
+        if not (path.exists() and filecmp.cmp(source, path, shallow=False)):
+            with written_aside(path) as aside:
+                shutil.copyfile(source, aside)
 
 
 @dataclass(frozen=True)
@@ -300,9 +304,10 @@ def shorter_run(directory: Path, recipe: Recipe, data: str, found: str) -> int |
     Raises:
         InputError: if the longer run has another learning rate at a step that is already completed.
     """
-    steps, longer = _steps(directory), recipe.train.steps
-    if steps is None or steps >= longer:
+    written, longer = _recipe_in(directory), recipe.train.steps
+    if written is None or written.train.steps >= longer:
         return None
+    steps = written.train.steps
     shorter = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps})})
     if shorter.content_hash(data) != found:
         return None
@@ -319,20 +324,23 @@ def shorter_run(directory: Path, recipe: Recipe, data: str, found: str) -> int |
 
 
 def _extend(run: Run) -> None:
-    """Convert the directory of a shorter run to that of the longer run. May be repeated after an interruption."""
-    found, steps = read_environment(run.directory), _steps(run.directory)
+    """Assign the directory of a shorter run, if it is one, to the longer run, and remove the results of the shorter.
+
+    The caller then replaces recipe.yaml. Until it is replaced, the call may be repeated after an interruption.
+    """
+    found, written = read_environment(run.directory), _recipe_in(run.directory)
+    if written is None or (shorter := written.content_hash(run.dataset.fingerprint)) not in run.earlier:
+        return
     if found["hash"] != run.hash:
-        earlier = [*found.get("continues", ()), {"hash": found["hash"], "steps": steps}]
+        earlier = [*found.get("continues", ()), {"hash": shorter, "steps": written.train.steps}]
         write_json(run.directory / ENVIRONMENT, {**found, "hash": run.hash, "continues": earlier})
-    if steps is not None and steps != run.recipe.train.steps:
-        for name in MEASURED:
-            (run.directory / name).unlink(missing_ok=True)
-        write_text(run.directory / RECIPE, run.recipe.to_yaml())
+    for name in MEASURED:
+        (run.directory / name).unlink(missing_ok=True)
 
 
-def _steps(directory: Path) -> int | None:
-    """Return `train.steps` of the recipe in a directory; None if it cannot be read."""
+def _recipe_in(directory: Path) -> Recipe | None:
+    """Return the recipe in a run directory; None if it is missing or damaged."""
     try:
-        return load_recipe(str(directory / RECIPE)).train.steps
+        return load_recipe(str(directory / RECIPE))
     except InputError:
         return None
