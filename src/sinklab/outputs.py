@@ -7,6 +7,7 @@ measurement.npz by the name of an array, pages and charts by a marker text.
 import json
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from sinklab.errors import InputError
@@ -51,10 +52,10 @@ def check_results(folder: Path, names: Sequence[str]) -> None:
             or .parquet.
 
     Raises:
-        InputError: if a check fails, or if `names` contains files of a measurement and the folder is a run directory.
+        InputError: see `check_writable`; also if a file must not be replaced, or if `names` contains files of a measurement and the folder is a run directory.
             The message names the file or folder.
     """
-    _check_writable(folder)
+    check_writable(folder)
     if (folder / RECIPE).exists() and set(names) & set(MEASUREMENT):
         raise InputError(f"{folder} is a run directory, where the run saves its own measurement: choose another --out")
     for name in names:
@@ -116,7 +117,12 @@ def target_of(path: Path) -> Path:
     return target
 
 
-def _check_writable(folder: Path) -> None:
+def check_writable(folder: Path) -> None:
+    """Check that files can be written into a folder. If it does not exist, it is created and removed again.
+
+    Raises:
+        InputError: if they cannot; the message names the folder.
+    """
     made: list[Path] = []
     try:
         made += [parent for parent in (folder, *folder.parents) if not parent.exists()]
@@ -125,10 +131,10 @@ def _check_writable(folder: Path) -> None:
     except OSError as error:
         no_folder = isinstance(error, FileExistsError | NotADirectoryError)
         why = "it, or a folder above it, is a file" if no_folder else error.strerror or error
-        raise InputError(f"cannot write into {folder}: {why}. Choose another --out") from error
+        raise InputError(f"cannot write into {folder}: {why}. Choose another folder") from error
     finally:
         for parent in made:
-            if parent.is_dir():
+            with suppress(OSError):  # it was not created, or another process has written into it
                 parent.rmdir()
 
 

@@ -175,6 +175,8 @@ def test_a_place_that_cannot_be_written_is_seen_before_any_work(run: Run, model:
     (tmp_path / "file").write_text(NOTES)
     generated = ("--inputs", "random")
     for call in (
+        ("train", "tiny", "--set", "data.source=texts"),
+        ("data", "prepare", "texts", "--tokenizer", "train:300"),
         ("measure", model, *generated),
         ("measure", model, "--by-domain", "--text", "texts"),
         ("measure", "--family", "gpt2", "--models-dir", tmp_path, *generated),
@@ -185,6 +187,9 @@ def test_a_place_that_cannot_be_written_is_seen_before_any_work(run: Run, model:
             status, out, err = run(*call, "--out", place)
             assert (status, out) == (2, "")
             assert f"cannot write into {place}" in err
+    status, out, err = run("report", make_lab(tmp_path / "results"), "--format", "svg", "--out", "file/report.html")
+    assert (status, out) == (2, "")
+    assert "cannot write into file" in err
     assert (tmp_path / "file").read_text() == NOTES
 
 
@@ -262,7 +267,7 @@ def test_a_preparation_does_not_take_a_file_for_its_folder(run: Run, tmp_path: P
     (tmp_path / "mine").write_text(NOTES)
     status, _, err = run("data", "prepare", "texts", "--tokenizer", "train:300", "--out", "mine")
     assert status == 2
-    assert "mine is a file" in err
+    assert "cannot write into mine: it, or a folder above it, is a file" in err
 
 
 def test_a_lab_of_before_is_drawn_again(tmp_path: Path) -> None:

@@ -131,8 +131,8 @@ def test_runs_that_cannot_be_exported_are_refused_in_a_sentence(
     shutil.rmtree(tmp_path / "begun" / "checkpoints")
     for there, target, said in (
         (with_bos[0], "full", "full is not empty: choose a new directory, or move its files away"),
-        (with_bos[0], "file", "file is a file, so file cannot be a directory: choose a new one"),
-        (with_bos[0], "file/below", "file is a file, so file/below cannot be a directory"),
+        (with_bos[0], "file", "cannot write into file: it, or a folder above it, is a file"),
+        (with_bos[0], "file/below", "cannot write into file/below: it, or a folder above it, is a file"),
         ("nowhere", "new", "nowhere is not a run directory: it has no recipe.yaml"),
         ("begun", "new", "begun has no checkpoint"),
     ):

@@ -13,6 +13,7 @@ from sinklab.commands.options import Json, option, print_result
 from sinklab.commands.terminal.progress import DataBoard, JobProgress
 from sinklab.errors import InputError, cause
 from sinklab.files import parse_yaml
+from sinklab.outputs import check_writable
 from sinklab.settings import ADVANCED, INPUT, LARGEST, OUTPUT, CommandSettings, Flag, Seed
 from sinklab.signals import keeping_what_is_finished
 
@@ -110,6 +111,7 @@ def prepare(
     """
     from sinklab.commands.terminal.plans import print_estimate
     from sinklab.data.prepare import prepare, settings_of
+    from sinklab.data.shards import is_prepared
     from sinklab.data.texts import estimate
 
     settings = settings_of(source, mix=options.mix, **options.model_dump())
@@ -118,6 +120,8 @@ def prepare(
             found = estimate(settings)
         print_result(as_json, lambda: asdict(found), lambda out: print_estimate(found, out))
         return
+    if not is_prepared(out):
+        check_writable(out)
     with keeping_what_is_finished(), DataBoard(stderr()) as board:
         dataset = prepare(settings, out, board, board.counted)
     if as_json:

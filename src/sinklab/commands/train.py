@@ -14,6 +14,7 @@ from sinklab.data.shards import TokenDataset
 from sinklab.device import keep_freed_memory
 from sinklab.errors import InputError, StoppedError
 from sinklab.experiments.sweep.engine import Event
+from sinklab.outputs import check_writable
 from sinklab.signals import stop_on_signals
 from sinklab.train.directory.run import Run, emulation_warning, existing_run, open_run
 from sinklab.train.loop import RunOutcome, StepReport, Trainer
@@ -58,6 +59,8 @@ def train_command(
         if not anyway:
             device, prepare = loaded.train.device, lambda: _data(loaded, console)  # to find the vocabulary size
             world.on_all_ranks(lambda: check_fits(sized(loaded, world.device(device), prepare), world))
+        if out is not None:
+            world.only_first(lambda: check_writable(out))
         dataset = world.on_all_ranks(lambda: _data(loaded, console))
         with stop_on_signals() as should_stop:
             run = world.on_all_ranks(lambda: open_run(loaded, dataset, out))

@@ -22,6 +22,7 @@ from sinklab.errors import InputError, SinklabError, cause
 from sinklab.export.bundle import bundled
 from sinklab.export.forms import CODE, Form, form_of
 from sinklab.files import beside, is_full, write_json, write_text
+from sinklab.outputs import check_writable
 from sinklab.tables import Table, markdown, names
 from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.directory.run import TrainedRun, load_run
@@ -62,18 +63,13 @@ def export_run(run: Path, directory: Path, step: int | None = None) -> Exported:
         step: step of the checkpoint; default: the newest valid checkpoint.
 
     Raises:
-        InputError: see `load_run`, `read_history` and `load_tokenizer`; also if `directory` is a file, is not empty,
-            cannot be accessed, or has a parent that is a file.
+        InputError: see `check_writable`, `load_run`, `read_history` and `load_tokenizer`; also if `directory` is not
+            empty.
         SinklabError: see `load_run`; also if the output cannot be written. Partial outputs are removed.
     """
-    try:
-        there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-        if not there.is_dir():
-            raise InputError(f"{there} is a file, so {directory} cannot be a directory: choose a new one")
-        if directory.is_dir() and any(directory.iterdir()):
-            raise InputError(f"{directory} is not empty: choose a new directory, or move its files away")
-    except OSError as error:
-        raise InputError(f"{directory} cannot be used: {error.strerror}. Choose another directory") from error
+    check_writable(directory)
+    if directory.is_dir() and any(directory.iterdir()):
+        raise InputError(f"{directory} is not empty: choose a new directory, or move its files away")
     return write_directory(load_run(run, step), read_history(run / "metrics.jsonl"), directory)
 
 

@@ -36,7 +36,7 @@ from sinklab.experiments.verdicts import RULE
 from sinklab.experiments.verdicts.counts import remarks_on_counts
 from sinklab.files import cache_folder, write_text, written_aside
 from sinklab.measuring.answer import answer
-from sinklab.outputs import CHART, CHART_MARK, REPORT, REPORT_MARK, check_file
+from sinklab.outputs import CHART, CHART_MARK, REPORT, REPORT_MARK, check_file, check_writable
 from sinklab.report import charts, theme
 from sinklab.report.cells import cells_table, headline
 from sinklab.report.charts import Figure
@@ -79,13 +79,14 @@ def write_page(data: ReportData, out: Path | None = None, formats: Sequence[str]
         formats: formats ("svg", "pdf", "png") of chart files to write into `charts/` next to the HTML file.
 
     Raises:
-        InputError: see `render` and `export_charts`; if the HTML file exists and was not written by sinklab, or is that
+        InputError: see `check_writable`, `render` and `export_charts`; if the HTML file exists and was not written by sinklab, or is that
             of packed results, whose checksum would no longer agree.
         SinklabError: if a file cannot be written, or env.json of a run is damaged.
     """
     target = out or data.dirs[0] / REPORT
     if (target.parent / CHECKSUMS).is_file():
         raise InputError(f"{target.parent} has packed results with checksums: choose an --out in another folder")
+    check_writable(target.parent)
     check_file(target, REPORT)
     if formats:
         export_charts(data, target.parent / "charts", formats)
