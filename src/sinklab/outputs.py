@@ -52,7 +52,7 @@ def check_results(folder: Path, names: Sequence[str]) -> None:
             or .parquet.
 
     Raises:
-        InputError: see `check_writable`; also if a file must not be replaced, or if `names` contains files of a measurement and the folder is a run directory.
+        InputError: if a check fails, or if `names` contains files of a measurement and the folder is a run directory.
             The message names the file or folder.
     """
     check_writable(folder)

@@ -79,8 +79,8 @@ def write_page(data: ReportData, out: Path | None = None, formats: Sequence[str]
         formats: formats ("svg", "pdf", "png") of chart files to write into `charts/` next to the HTML file.
 
     Raises:
-        InputError: see `check_writable`, `render` and `export_charts`; if the HTML file exists and was not written by sinklab, or is that
-            of packed results, whose checksum would no longer agree.
+        InputError: see `render` and `export_charts`; if the HTML file cannot be written, exists and was not written by
+            sinklab, or is that of packed results, whose checksum would no longer agree.
         SinklabError: if a file cannot be written, or env.json of a run is damaged.
     """
     target = out or data.dirs[0] / REPORT
