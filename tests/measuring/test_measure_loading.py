@@ -85,6 +85,12 @@ def test_a_missing_tokenizer_is_refused(folder: Path) -> None:
         load_pretrained(str(folder))
 
 
+def test_a_tokenizer_without_its_vocabulary_is_refused(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(InputError, match=r"only special tokens: its vocabulary is missing"):
+        load_pretrained(str(folder))
+
+
 def test_a_tokenizer_of_another_model_is_refused(folder: Path, data_dir: Path) -> None:
     for path in (data_dir / "tokenizers" / "gptneox").iterdir():
         shutil.copy(path, folder / path.name)
