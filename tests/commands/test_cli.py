@@ -180,6 +180,9 @@ def test_a_step_is_replayed_and_reported(run: Run, text: Path, tmp_path: Path) -
     status, out, err = run("train", "tiny", *settings(text), "--out", "one", "--replay", 9, "--json")
     assert (status, out) == (2, "")
     assert "the run has steps 1..8" in err
+    status, out, err = run("train", "tiny", *settings(text), "--out", "one", "--replay", 6, "--dry-run")
+    assert (status, out) == (2, "")
+    assert "mutually exclusive" in err
 
 
 def test_lab_trains_three_models_and_judges_them(run: Run, text: Path, tmp_path: Path) -> None:

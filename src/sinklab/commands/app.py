@@ -17,6 +17,7 @@ from sinklab.commands.measure import compare, measure, parity
 from sinklab.commands.options import Json, option, print_result
 from sinklab.commands.sft import sft
 from sinklab.commands.terminal.progress import JobProgress
+from sinklab.errors import InputError
 from sinklab.settings import ADVANCED, INPUT, OUTPUT, TRAINING
 from sinklab.signals import keeping_what_is_finished
 
@@ -100,6 +101,8 @@ def train(
     """
     from sinklab.commands.train import plan_command, replay_command, train_command
 
+    if dry_run and replay is not None:
+        raise InputError("--replay and --dry-run are mutually exclusive: pass one of them")
     if dry_run:
         from sinklab.commands.terminal.plans import print_plan
 

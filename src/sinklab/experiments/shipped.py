@@ -47,8 +47,7 @@ def load_experiment(name: str) -> Experiment:
         experiment = Experiment.model_validate(parse_yaml(file.read_text(encoding="utf-8")))
         claims = tuple(_looked_up(claim, experiment) if claim.same_as else claim for claim in experiment.claims)
     except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, one['loc'])) or 'experiment'}: {one['msg']}" for one in error.errors()]
-        raise InputError("\n".join([f"{name} is not a valid experiment:", *lines])) from error
+        raise InputError("\n".join([f"{name} is not a valid experiment:", *_explain(error)])) from error
     except (OSError, ValueError) as error:
         raise InputError(f"{name} cannot be loaded: {error}") from error
     experiment = experiment.model_copy(update={"claims": claims})
@@ -57,6 +56,25 @@ def load_experiment(name: str) -> Experiment:
     beside = {scale: file.parent / base for scale, base in experiment.base.items() if base.endswith(FILE)}
     found = {scale: str(path) for scale, path in beside.items() if path.is_file()}
     return experiment.model_copy(update={"base": {**experiment.base, **found}})
+
+
+def _explain(error: ValidationError) -> list[str]:
+    """Return a line for each distinct reason why an experiment is invalid, with the keys to which it applies."""
+    places: dict[str, list[str]] = {}
+    for one in error.errors():
+        reason, where = one["msg"].removeprefix("Value error, "), one["loc"]
+        if one["type"] == "missing":
+            reason = "required"
+        elif one["type"] == "extra_forbidden":
+            known = f"; allowed here: {', '.join(Experiment.model_fields)}" if len(where) == 1 else ""
+            reason = f"unknown key{known}"
+        elif one["type"] == "union_tag_invalid" and "ctx" in one:
+            kinds = one["ctx"]["expected_tags"].replace("'", "")
+            reason = f"`is` cannot be {one['ctx']['tag']!r}; choose from: {kinds}"
+        elif one["type"] == "union_tag_not_found":
+            reason = "its key `is` is missing"
+        places.setdefault(reason, []).append(".".join(map(str, where)) or "experiment")
+    return [f"  {', '.join(where)}: {reason}" for reason, where in places.items()]
 
 
 def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
