@@ -55,7 +55,7 @@ def texts(chart: charts.Drawing) -> str:
         ),
         ("importance-heads", ["Layer", "Head", "softmax, seed 0: first token"]),
         ("importance-layers", ["Layer", "Position (the first token is 1)", "softmax, seed 0"]),
-        ("norms", ["Hidden states", "first token", "the others", *LAB]),
+        ("norms-first", ["Hidden states", "first token", "the others", *LAB]),
         ("importance-positions", ["Position of the key (the first token is 1)", "log scale", *LAB]),
         ("norm-ratio", ["After block (0 is the embedding)", "Norm ratio", *LAB]),
         ("loss-by-step", ["Loss (nats per token)", "validation", "training", *LAB]),

@@ -123,7 +123,7 @@ def test_numbers_of_the_figures_stand_as_text_in_the_page(folder: Path, measured
 def test_a_measurement_without_details_has_none_of_these_figures(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     plain = figures(collect([make_measurement(tmp_path / "plain", model="plain")]))
     assert [figure.key for figure in plain] == [
-        "importance-heads", "importance-layers", "importance-positions", "norms", "norm-ratio"
+        "importance-heads", "importance-layers", "importance-positions", "norms-first", "norm-ratio"
     ]  # fmt: skip
     assert {figure.key for figure in plain} < set(drawn)
 

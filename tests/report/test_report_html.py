@@ -169,9 +169,9 @@ def test_the_report_goes_where_it_is_asked_to_with_its_charts_beside_it(tmp_path
         "importance-layers.svg",
         "importance-positions.svg",
         "norm-ratio.svg",
-        "norms-1.svg",
-        "norms-2.svg",
-        "norms-3.svg",
+        "norms-first-1.svg",
+        "norms-first-2.svg",
+        "norms-first-3.svg",
     ]
 
 

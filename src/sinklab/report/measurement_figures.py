@@ -38,7 +38,7 @@ CHARTS = {
     "heads": "importance-heads",
     "layers": "importance-layers",
     "positions": "importance-positions",
-    "norms": "norms",
+    "norms": "norms-first",
 }
 """Figure keys by the names that `chart` accepts."""
 NOTEBOOK_WIDTH = 480
@@ -194,7 +194,7 @@ def _norms(data: ReportData) -> Figure | None:
         caption += (
             " Gradients are those of the mean loss with respect to the inputs of attention, summed over the sequences."
         )
-    return Figure("norms", "Hidden states, keys and values of the first token", caption, drawn, small=True)
+    return Figure("norms-first", "Hidden states, keys and values of the first token", caption, drawn, small=True)
 
 
 def _mixing(data: ReportData) -> Figure | None:
