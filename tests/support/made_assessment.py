@@ -64,6 +64,16 @@ def assessment(model: str, cost: float = 0.5, **changes: Any) -> dict[str, Any]:
                 for budget in (8, 16)
             ],
         },
+        "prompt_cache": {
+            **read,
+            "prompt": 32,
+            "first": 4,
+            "methods": [
+                {"method": method, "budget": budget, "first_kept": kept, **effect(3 + cost * 8 / budget, 0.2)}
+                for method, kept in (("recent", 0.0), ("SnapKV", 0.75))
+                for budget in (8, 16)
+            ],
+        },
         "length": {
             **read,
             "context": 64,

@@ -93,8 +93,8 @@ class AssessOptions(CommandSettings, frozen=True):
     )
     budgets: Annotated[Several[CacheSize], Flag("--budget")] = Field(
         default=(),
-        description="Keys kept by the parts eviction and (only the smallest) budgets; repeatable; default: 1/8 and 1/4 "
-        "of --length.",
+        description="Keys kept by eviction, prompt_cache and (only the smallest) budgets; repeatable; default: 1/8 and "
+        "1/4 of --length.",
     )
     sink_tokens: int = Field(default=1, ge=1, description="Number of first tokens that form the sink.")
     residual: Annotated[int, Flag(panel=ADVANCED)] = Field(

@@ -84,7 +84,7 @@ class Budgets(AssessPart):
     """
 
     name = "budgets"
-    rank = 10
+    rank = 11
     question = "Do all heads need all keys?"
     on_request = True
     numbers = (

@@ -71,7 +71,7 @@ class Heads(AssessPart):
     """
 
     name = "heads"
-    rank = 6
+    rank = 7
     question = "What do heads with a sink do?"
 
     sink: Literal["bias", "first position", "bias or first position"]

@@ -76,7 +76,7 @@ class KeyAblations(AssessPart):
     """
 
     name = "key_ablations"
-    rank = 5
+    rank = 6
     question = "Does the model need its attention to the sink?"
     loss_without_sink = "key_ablations"
     numbers = (

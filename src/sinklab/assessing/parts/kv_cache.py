@@ -118,7 +118,7 @@ class KVCache(AssessPart):
     """
 
     name = "kv_cache"
-    rank = 7
+    rank = 8
     question = "Does the sink increase the loss of a quantised KV cache?"
     on_request = True
     numbers = (

@@ -66,7 +66,7 @@ class Pruning(AssessPart):
     """
 
     name = "pruning"
-    rank = 8
+    rank = 9
     question = "Can the heads with a sink be removed?"
     on_request = True
     numbers = (

@@ -156,7 +156,7 @@ class Writer(AssessPart):
     """
 
     name = "writer"
-    rank = 9
+    rank = 10
     question = "Does the model need its massive activation?"
     numbers = (
         PartNumber(
