@@ -49,7 +49,6 @@ def assessment(model: str, cost: float = 0.5, **changes: Any) -> dict[str, Any]:
                     "everything": effect(3 + cost),
                     "without_sink": effect(3 + cost / 4),
                     "due_to_sink": 0.75 * cost,
-                    "destroyed": False,
                 }
                 for name in ("int8 static per tensor", "int8 per token")
             ],

@@ -19,7 +19,7 @@ does not require log q.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -78,6 +78,12 @@ class ByPosition:
             )
         error = None if self.unchanged_NP is None else standard_error(loss_NP - self.unchanged_NP[:, here])
         return Effect(loss=loss, kl=max(kl, 0.0), targets=loss_NP.numel(), error=error)
+
+
+def mean_of(draws: Sequence[ByPosition]) -> ByPosition:
+    """Return the mean loss and KL divergence of several draws at every target."""
+    loss_NP, kl_NP = (torch.stack(x).mean(0) for x in ([d.loss_NP for d in draws], [d.kl_NP for d in draws]))
+    return replace(draws[0], loss_NP=loss_NP, kl_NP=kl_NP)
 
 
 def standard_error(x_NP: Tensor) -> float | None:

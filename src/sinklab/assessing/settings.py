@@ -32,16 +32,18 @@ class DefaultSizes:
         tokens: total number of tokens, except in the streaming and length parts; at least one sequence.
         streamed: total number of tokens of the streaming part, and of the length part; at least one sequence each.
         kept: numbers of first tokens kept in the rolling cache; each is evaluated.
+        draws: number of draws of rounded activations (`quantisation`).
     """
 
     within: int
     tokens: int
     streamed: int
     kept: tuple[int, ...]
+    draws: int
 
 
-FULL = DefaultSizes(2**10, 2**11, 2**12, KEPT)
-QUICK = DefaultSizes(2**8, 2**9, 2**10, (0, 4))
+FULL = DefaultSizes(2**10, 2**11, 2**12, KEPT, draws=3)
+QUICK = DefaultSizes(2**8, 2**9, 2**10, (0, 4), draws=1)
 
 
 def _names(given: object) -> object:

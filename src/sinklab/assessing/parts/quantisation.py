@@ -22,6 +22,11 @@ rotations into the weights. Only the linear layers of the blocks are quantised. 
 products inside attention are not; SmoothQuant (2211.10438) also quantises the latter. Mixture-of-experts models are
 refused: hooks cannot observe the inputs of the down projections if transformers fuses the experts into one tensor, and
 separate experts process only some of the tokens.
+
+Rounding of activations amplifies differences: a change in the last digit of the embeddings moves some values to the
+next step of the grid in the first layers, and many in the last. Where a few large activations matter, the loss then
+varies by more than its standard error over the text. It is therefore the mean of several draws, in which the input of
+the first block is multiplied by 1 + eps x (eps: resolution of the dtype; x: normal; the first draw is unchanged).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,14 +40,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinklab.assessing.part import LOSS_ADDED, AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
-from sinklab.assessing.reading import PairedReader, Step, refused
+from sinklab.assessing.reading import ByPosition, PairedReader, Step, mean_of, refused, standard_error
 from sinklab.assessing.settings import AssessSettings
 from sinklab.errors import InputError
 from sinklab.measuring.statistics.details import kurtosis
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating, hooked, residual_stream, token_norms
 from sinklab.plots import PlotAxis
-from sinklab.schema import ReadDocument
+from sinklab.schema import Omitted, ReadDocument
 
 INT8, INT4 = 8, 4
 GROUP, FP4_BLOCK = 32, 16
@@ -83,7 +88,6 @@ SETTINGS = {
     "nvfp4": Rounding("nvfp4", "nvfp4"),
 }
 CALIBRATED = 4  # maximum number of calibration sequences
-DESTROYED = 10  # multiple of the unchanged loss at which a model counts as destroyed
 DEVIATIONS = 6  # standard deviations from the mean beyond which a value is an outlier (2306.12929)
 
 
@@ -93,10 +97,11 @@ class Quantised(ReadDocument):
     Attributes:
         name: name of the setting in SETTINGS.
         weights, activations, rotated: quantisation of weights and of activations, and whether both are rotated.
-        everything: loss with all tokens quantised.
-        without_sink: loss with the sink positions in full precision and excluded from the scales.
+        everything: loss with all tokens quantised, mean over the draws.
+        without_sink: loss with the sink positions in full precision and excluded from the scales, likewise.
         due_to_sink: loss of `everything` minus loss of `without_sink`.
-        destroyed: whether the loss of `everything` is at least ten times that of the unchanged model.
+        due_error: standard error of `due_to_sink` over the text (`standard_error`); None for a single block of targets.
+        draws: `due_to_sink` of each draw; None for a single draw.
     """
 
     name: str
@@ -106,7 +111,8 @@ class Quantised(ReadDocument):
     everything: Effect
     without_sink: Effect
     due_to_sink: float
-    destroyed: bool
+    due_error: Omitted[float] = None
+    draws: Omitted[list[float]] = None
 
 
 class Outliers(ReadDocument):
@@ -176,12 +182,15 @@ class Quantisation(AssessPart):
         calibrated = min(settings.sequences, CALIBRATED)
         tokens_NT, calibration_NT = text.split(settings.sequences, calibrated, settings.length)
         run = partial(assess_quantisation, text.model.adapter, tokens_NT, calibration_NT, settings)
-        return PartJob((1 + 2 * len(SETTINGS)) * len(tokens_NT) + len(calibration_NT), run)
+        passes = 1 + 2 * sum(_draws(one, settings) for one in SETTINGS.values())
+        return PartJob(passes * len(tokens_NT) + len(calibration_NT), run)
 
     def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
         for one in self.settings:
-            due = f"due to the sink {one.due_to_sink:+.4f}" + (", destroyed" if one.destroyed else "")
+            due = f"due to the sink {one.due_to_sink:+.4f}"
+            due += "" if one.due_error is None else f" ± {one.due_error:.4f}"
+            due += f", draws {min(one.draws):+.4f} to {max(one.draws):+.4f}" if one.draws else ""
             static = one.name == STATIC
             numbers = ["int8_added"] if static else []
             yield self.row(one.name, one.everything, due, answer=one.name, numbers=numbers)
@@ -227,29 +236,52 @@ def assess_quantisation(
         for tokens_T in calibration_NT:
             adapter.hidden(tokens_T[None].to(adapter.device))
             step()
-    before = reader.unchanged.effect()
     found = []
     for name, one in SETTINGS.items():
         with quantised_weights(maps, one) as exact:
-            effects = []
-            for skipped in (0, spared):
+            losses: list[list[ByPosition]] = [[], []]
+            for draws, skipped in zip(losses, (0, spared), strict=True):
                 with quantised_inputs(maps, exact, one, maxima[skipped, one.rotate], skipped):
-                    effects.append(reader.under().effect())
-        everything, without = effects
+                    for draw in range(_draws(one, settings)):
+                        with perturbed(adapter, draw):
+                            draws.append(reader.under())
+        everything, without = map(mean_of, losses)
+        due_NP = everything.loss_NP - without.loss_NP
+        by_draw = [float((whole.loss_NP - spared.loss_NP).mean()) for whole, spared in zip(*losses, strict=True)]
         found.append(
             Quantised(
                 name=name,
                 weights=one.weights,
                 activations=one.activations,
                 rotated=one.rotate,
-                everything=everything,
-                without_sink=without,
-                due_to_sink=everything.loss - without.loss,
-                destroyed=everything.loss >= DESTROYED * before.loss,
+                everything=everything.effect(),
+                without_sink=without.effect(),
+                due_to_sink=float(due_NP.mean()),
+                due_error=standard_error(due_NP),
+                draws=by_draw if len(by_draw) > 1 else None,
             )
         )
     outliers = outliers_by_block(adapter, tokens_NT)
     return Quantisation(**reader.result_fields(), sink_positions=spared, settings=found, outliers=outliers)
+
+
+def _draws(setting: Rounding, settings: AssessSettings) -> int:
+    """Return the number of draws of a setting: 1 if only weights are rounded, which amplifies nothing."""
+    return 1 if setting.activations == "full" else settings.sizes.draws
+
+
+@contextmanager
+def perturbed(adapter: Adapter, draw: int) -> Iterator[None]:
+    """Change the input of the first block in its last digit in the `with` block; draw 0 changes nothing."""
+
+    def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x = args[0] if args else kwargs["hidden_states"]
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(draw)).to(x)
+        x = x * (1 + torch.finfo(x.dtype).eps * noise)
+        return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+
+    with hooked([adapter.blocks[0].register_forward_pre_hook(entering, with_kwargs=True)] if draw else []):
+        yield
 
 
 def outliers_by_block(adapter: Adapter, tokens_NT: Tensor) -> list[Outliers]:
