@@ -120,7 +120,7 @@ def _massive(m: Measurement) -> str:
     largest = next((one for one in m.massive_activations if one.is_massive), m.massive_activations[0])
     times = f"{largest.ratio_to_median:,.0f} times the median"
     if not largest.is_massive:
-        return f"no massive activation (the strongest is {largest.value:,.0f}, {times})"
+        return f"no massive activation (at most {times}: {largest.value:,.0f})"
     return (
         f"massive activation in channel {largest.dimension} at position {largest.position}, strongest after layer "
         f"{largest.layer} ({largest.value:,.0f}, {times})"

@@ -313,10 +313,19 @@ class Measurement(WithArrays):
     def load(cls, folder: Path | str) -> "Measurement":
         """Load a measurement written by `save`.
 
+        Args:
+            folder: folder of the two files, or one of them.
+
         Raises:
             InputError: if a file is missing, cannot be read or is invalid, or the two files do not match.
         """
         folder = Path(folder)
+        folder = folder.parent if folder.name in MEASUREMENT and not folder.is_dir() else folder
+        if not any((folder / name).exists() for name in MEASUREMENT):
+            raise InputError(
+                f"{folder} contains no measurement: pass a folder with measurement.json and measurement.npz, as "
+                "`sinklab measure --out`, `save` and finished runs write them"
+            )
         advice = (
             f"{folder} contains no usable measurement; delete measurement.json and measurement.npz there and run the "
             "command that wrote them again"

@@ -128,7 +128,10 @@ class Budgets(AssessPart):
             if one.full == SHOWN_FULL:
                 shown["answer"] = f"{one.keys:,.0f} of {self.length:,} keys, {one.policy}"
                 shown["numbers"] = [names[one.policy]] if one.policy in names else []
-            more = f"{one.keys:g} keys per head at the end"
+            keys, S = round(one.keys), self.length
+            at_all, at_few = one.full * (S + 1) / 2, (1 - one.full) * _mean_keys(self.size, S)
+            mean = _mean_keys(keys, S) if one.policy == FOR_ALL else at_all + at_few
+            more = f"{keys:,} keys per head at the end, {mean:,.0f} on average"
             yield self.row(f"{one.policy}, {100 * one.full:g} % full", one, more, **shown)
 
     def remark(self) -> str:
@@ -151,6 +154,11 @@ class Budgets(AssessPart):
             PlotAxis("Keys per head at the end of the text, mean", "x", "keys"),
             series=(BY_COST, BY_SINK, RANDOM, FOR_ALL),
         )
+
+
+def _mean_keys(size: int, length: int) -> float:
+    """Return the mean of min(t, size) over the queries t = 1 .. length."""
+    return size * (length - (size - 1) / 2) / length
 
 
 @dataclass(frozen=True)

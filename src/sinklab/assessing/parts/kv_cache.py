@@ -176,7 +176,8 @@ class KVCache(AssessPart):
             for name, positions, effect in self._found(one):
                 yield self.row(f"{bits}, {name} in full precision", effect, named_positions(positions))
             if one.bits == fewest:
-                answer, words = f"part of the loss in {bits} due to the sink", f"with a cache in {bits}"
+                recent = f", {self.residual} recent tokens not rounded" if self.residual else ", recent tokens included"
+                answer, words = f"part of the loss in {bits} due to the sink", f"with a cache in {bits}{recent}"
                 yield PartRow("", None, one.due_to_sink, answer=answer, gained=words, numbers=["cache_due_to_sink"])
         count, heads = len(self.exempt), f"KV head{'s' * (len(self.exempt) > 1)}"
         yield self.row(f"{self.head_bits} bits except {count} costliest {heads}", self.without_exempt)

@@ -23,10 +23,11 @@ products inside attention are not; SmoothQuant (2211.10438) also quantises the l
 refused: hooks cannot observe the inputs of the down projections if transformers fuses the experts into one tensor, and
 separate experts process only some of the tokens.
 
-Rounding of activations amplifies differences: a change in the last digit of the embeddings moves some values to the
+Rounding of activations amplifies differences: a change in the last digits of the embeddings moves some values to the
 next step of the grid in the first layers, and many in the last. Where a few large activations matter, the loss then
 varies by more than its standard error over the text. It is therefore the mean of several draws, in which the input of
-the first block is multiplied by 1 + eps x (eps: resolution of the dtype; x: normal; the first draw is unchanged).
+the first block is multiplied by 1 + d x (d: 1e-6, or the resolution of the dtype if that is larger; x: normal; the first
+draw is unchanged).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -88,6 +89,7 @@ SETTINGS = {
     "nvfp4": Rounding("nvfp4", "nvfp4"),
 }
 CALIBRATED = 4  # maximum number of calibration sequences
+NOISE = 1e-6  # relative size of the perturbation in draws, or the resolution of the dtype if that is larger
 DEVIATIONS = 6  # standard deviations from the mean beyond which a value is an outlier (2306.12929)
 
 
@@ -272,12 +274,12 @@ def _draws(setting: Rounding, settings: AssessSettings) -> int:
 
 @contextmanager
 def perturbed(adapter: Adapter, draw: int) -> Iterator[None]:
-    """Change the input of the first block in its last digit in the `with` block; draw 0 changes nothing."""
+    """Change the last digits of the first block's input in the `with` block; draw 0 changes nothing."""
 
     def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x = args[0] if args else kwargs["hidden_states"]
         noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(draw)).to(x)
-        x = x * (1 + torch.finfo(x.dtype).eps * noise)
+        x = x * (1 + max(NOISE, torch.finfo(x.dtype).eps) * noise)
         return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
     with hooked([adapter.blocks[0].register_forward_pre_hook(entering, with_kwargs=True)] if draw else []):

@@ -229,16 +229,16 @@ class Writer(AssessPart):
             found = [f"{one.layer}.{'shared' if one.expert is None else one.expert}" for one in self.super_experts]
             supers += f"; super experts: {', '.join(found) or 'none'}"
         return (
-            f"writer: channel {self.channel} of the first position is {self.value:,.4g} after block {self.block}; the "
+            f"writer: channel {self.channel} of the first position is {self.value:,.5g} after block {self.block}; the "
             f"largest addition is by the {self.sublayer} of block {self.layer}; the single weight, {one.weight:.4g}, "
-            f"is that of neuron {one.neuron}{expert} in block {self.ffn_layer} and adds {one.adds:,.4g}{supers}"
+            f"is that of neuron {one.neuron}{expert} in block {self.ffn_layer} and adds {one.adds:,.5g}{supers}"
         )
 
     def figure(self) -> PartFigure:
         return PartFigure(
             "Sublayers that write the massive activation",
             f"Additions of each block's attention and feed-forward layer to channel {self.channel} at the first "
-            f"position, which is {self.value:,.4g} after block {self.block} (median |x|: "
+            f"position, which is {self.value:,.5g} after block {self.block} (median |x|: "
             f"{self.median:.3g}).",
             [
                 {"series": series, "x": one.layer, "y": adds}
