@@ -26,8 +26,8 @@ separate experts process only some of the tokens.
 Rounding of activations amplifies differences: a change in the last digits of the embeddings moves some values to the
 next step of the grid in the first layers, and many in the last. Where a few large activations matter, the loss then
 varies by more than its standard error over the text. It is therefore the mean of several draws, in which the input of
-the first block is multiplied by 1 + d x (d: 1e-6, or the resolution of the dtype if that is larger; x: normal; the first
-draw is unchanged).
+the first block is multiplied by 1 + d x (d: 1e-6, or the resolution of the dtype if that is larger; x: normal). The
+first draw is unchanged.
 """
 
 from collections.abc import Callable, Iterator, Sequence
