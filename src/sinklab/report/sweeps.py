@@ -242,7 +242,8 @@ def _estimate(cell: CellSummary, quantity: Quantity, elsewhere: str = "") -> Tab
     if estimate.never_reached:
         notes = [f"({counted(estimate.never_reached, 'seed')} without the event)"]
     elif estimate.untrained is not None:
-        notes.append(f"untrained {number_text(estimate.untrained, form)}, lowest {number_text(estimate.lowest, form)}")
+        untrained, lowest = (number_text(one, form) for one in (estimate.untrained, estimate.lowest))
+        notes.append(f"(medians: untrained {untrained}, lowest since {lowest})")
     notes.append(f"({elsewhere})" if elsewhere else "")
     return TableCell("never" if estimate.median is None else estimate.median, " ".join(filter(None, notes)))
 
