@@ -81,6 +81,15 @@ def test_the_answer_has_the_loss_without_the_sink_then_the_loss_that_it_causes()
     ]
 
 
+def test_the_answer_says_if_streaming_is_better_than_the_unchanged_model_either_way() -> None:
+    clause = "(with and without it, the loss is below the unchanged model's)"
+    for without, kept, said in ((2.9, 2.8, True), (2.9, 3.2, False), (3.2, 2.9, False)):
+        document = assessment("model")
+        for one in document["streaming"]["caches"]:
+            one["loss"] = kept if one["first"] else without
+        assert (clause in Assessment.model_validate(document).answer()[0]) == said
+
+
 def test_standard_errors_of_a_part_are_a_range_or_one_number() -> None:
     document = assessment("model")
     for part, key, errors in (

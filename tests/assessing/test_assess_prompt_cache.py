@@ -17,6 +17,7 @@ from torch import Tensor
 from sinklab.assessing.parts.prompt_cache import (
     METHODS,
     KeyScore,
+    PromptCache,
     PromptKeys,
     assess_prompt_cache,
     chance,
@@ -27,6 +28,7 @@ from sinklab.assessing.parts.prompt_cache import (
     small_norm,
 )
 from sinklab.assessing.reading import PairedReader, changed_attention, refused
+from sinklab.attention.masks import Dense
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating
 from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
@@ -155,6 +157,52 @@ def test_keys_outside_a_window_are_not_kept() -> None:
     edit = PromptKeys(4, small_norm)
     assert_close(under(one, edit, tokens), under(one, None, tokens), 1e-9)
     assert edit.first_kept == []
+
+
+def test_a_window_is_filled_with_the_keys_of_the_prompt_that_it_shows() -> None:
+    seen: list[Tensor] = []
+
+    def watch(layer: Any) -> Any:
+        edit = PromptKeys(3, small_norm)
+        changed = edit(layer)
+        seen.append(changed.call.mask.block(0, LENGTH, 0, LENGTH, torch.device("cpu"))[:, :, PROMPT, :PROMPT])
+        assert edit.first_kept == []
+        return layer
+
+    under(small(attention={"mask": {"kind": "window", "width": 7}}), watch, some_tokens())
+    for one in seen:  # the first query after the prompt sees its last six keys
+        assert bool((one.sum(-1) == 3).all())
+        assert not one[..., : PROMPT - 6].any()
+
+
+def test_the_first_key_is_a_learned_token_if_there_is_one() -> None:
+    one, tokens = small("sink token"), some_tokens()
+    edit = PromptKeys(2, partial(latest, first=1))
+    after = under(one, edit, tokens)
+    assert all(bool(kept.all()) for kept in edit.first_kept)
+
+    def by_hand(layer: Any) -> Any:
+        P, L = PROMPT + 1, LENGTH + 1
+        allowed = torch.ones(1, 1, L, L, dtype=torch.bool).tril()
+        allowed[..., P:, 1 : P - 1] = False
+        return layer.masked(Dense(allowed))
+
+    assert_close(after, under(one, by_hand, tokens), 1e-12)
+
+
+def test_prompts_without_more_keys_than_the_budget_are_refused() -> None:
+    why = PromptCache.refusal(small(), part_settings(length=16, budgets=(8,)))
+    assert why is not None
+    assert why.startswith("prompts of 8 tokens, half of --length, have no more keys than the smallest --budget, 8")
+    assert PromptCache.refusal(small(), part_settings(length=18, budgets=(8, 16))) is None
+
+
+def test_a_part_in_whose_layers_nobody_sees_the_first_key_says_nothing_about_it() -> None:
+    one = small(attention={"mask": {"kind": "window", "width": 4}})
+    found = assess_prompt_cache(one, some_tokens(), part_settings(budgets=(2,)), lambda: None)
+    assert {row.first_kept for row in found.methods} == {None}
+    assert {row["first_kept"] for row in found.figure().rows} == {None}
+    assert all("first key" not in row.more for row in found.rows())
 
 
 def test_queries_that_see_later_keys_are_refused() -> None:

@@ -168,7 +168,7 @@ def test_training_twice_continues_instead(run: Run, text: Path, tmp_path: Path) 
     assert "tiny, step 10 of 10" in out
     assert re.search(r"validation loss\W+\d\.\d{3} nats", out)
     assert "sinklab measure one --text FILE" in out
-    assert "the same command with --set train.steps=20" in out
+    assert "the same command with --set train.steps=20 --out one" in out
 
 
 def test_a_step_is_replayed_and_reported(run: Run, text: Path, tmp_path: Path) -> None:

@@ -361,6 +361,15 @@ def test_missing_and_damaged_files_of_a_run_are_written_again(
         open_run(recipe(), dataset, tmp_path)
 
 
+def test_the_tokenizer_of_a_run_is_kept_if_that_of_its_data_is_missing(dataset: TokenDataset, tmp_path: Path) -> None:
+    data = TokenDataset(shutil.copytree(dataset.tokenizer_path.parent, tmp_path / "data"))
+    train(data, tmp_path / "run", recipe())
+    before = files(tmp_path / "run")
+    (tmp_path / "data" / "tokenizer_config.json").unlink()
+    Trainer(open_run(recipe(), data, tmp_path / "run")).close()
+    assert files(tmp_path / "run") == before
+
+
 def test_a_finished_run_can_be_loaded(dataset: TokenDataset, tmp_path: Path) -> None:
     trainer = train(dataset, tmp_path, recipe())
     loaded = load_run(tmp_path)

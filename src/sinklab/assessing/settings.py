@@ -25,7 +25,7 @@ PART_FILES = ", ".join(file.name for file in iter_modules([str(Path(__file__).pa
 
 @dataclass(frozen=True)
 class DefaultSizes:
-    """Default amounts of text, which determine the run time of an assessment.
+    """Default amounts of text and numbers of draws, which determine the run time of an assessment.
 
     Attributes:
         within: maximum number of tokens per sequence, except in the streaming and length parts.
@@ -65,7 +65,7 @@ class AssessOptions(CommandSettings, frozen=True):
         default=False,
         exclude_if=lambda quick: not quick,
         description="Smaller defaults that take minutes: sequences of 256 tokens, 512 tokens in total, 1,024 in "
-        "streaming; --keep 0 and 4; no length part. Explicit options take precedence.",
+        "streaming; --keep 0 and 4; one draw of quantisation; no length part. Explicit options take precedence.",
     )
     sequences: Annotated[int | None, Flag(panel=INPUT)] = Field(
         default=None,
@@ -118,7 +118,7 @@ class AssessOptions(CommandSettings, frozen=True):
 
     @property
     def sizes(self) -> DefaultSizes:
-        """Default amounts of text: `QUICK` with --quick, else `FULL`."""
+        """Default amounts of text and draws: `QUICK` with --quick, else `FULL`."""
         return QUICK if self.quick else FULL
 
     @property

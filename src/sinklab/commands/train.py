@@ -56,11 +56,11 @@ def train_command(
             console.quiet = True
         world.on_all_ranks(lambda: require(trackers))
         loaded = world.on_all_ranks(lambda: _recipe(recipe, overrides, world))
+        if out is not None:
+            world.only_first(lambda: check_writable(out))
         if not anyway:
             device, prepare = loaded.train.device, lambda: _data(loaded, console)  # to find the vocabulary size
             world.on_all_ranks(lambda: check_fits(sized(loaded, world.device(device), prepare), world))
-        if out is not None:
-            world.only_first(lambda: check_writable(out))
         dataset = world.on_all_ranks(lambda: _data(loaded, console))
         with stop_on_signals() as should_stop:
             run = world.on_all_ranks(lambda: open_run(loaded, dataset, out))

@@ -68,8 +68,11 @@ def export_run(run: Path, directory: Path, step: int | None = None) -> Exported:
         SinklabError: see `load_run`; also if the output cannot be written. Partial outputs are removed.
     """
     check_writable(directory)
-    if directory.is_dir() and any(directory.iterdir()):
-        raise InputError(f"{directory} is not empty: choose a new directory, or move its files away")
+    try:
+        if directory.is_dir() and any(directory.iterdir()):
+            raise InputError(f"{directory} is not empty: choose a new directory, or move its files away")
+    except OSError as error:
+        raise InputError(f"{directory} cannot be used: {error.strerror}. Choose another directory") from error
     return write_directory(load_run(run, step), read_history(run / "metrics.jsonl"), directory)
 
 

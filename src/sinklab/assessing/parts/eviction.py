@@ -158,7 +158,7 @@ def _restricted(layer: LayerCall, budget: int, recent: int, observe: Callable[[i
     B, groups, L, _ = layer.call.k_BGTD.shape
     found_BGLL = torch.zeros(B, groups, L, L, dtype=torch.bool, device=layer.call.k_BGTD.device)
     held_BGL = torch.zeros_like(found_BGLL[:, :, 0])
-    needed_BGLL = needed_keys(layer)
+    needed_BGLL = _needed(layer)
     for t in range(L):
         held_BGL[..., t] = True
         found_BGLL[:, :, t] = held_BGL
@@ -173,7 +173,7 @@ def _restricted(layer: LayerCall, budget: int, recent: int, observe: Callable[[i
     return layer.masked(Dense(found_BGLL.repeat_interleave(layer.call.q_BHTD.shape[1] // groups, 1)))
 
 
-def needed_keys(layer: LayerCall) -> Tensor:
+def _needed(layer: LayerCall) -> Tensor:
     """Return True where the query, or a later one, of some head of the KV head sees the key: (B or 1, G or 1, L, L)."""
     length, groups = layer.call.k_BGTD.shape[2], layer.call.k_BGTD.shape[1]
     seen_BHLL = layer.call.mask.block(0, length, 0, length, layer.call.k_BGTD.device)

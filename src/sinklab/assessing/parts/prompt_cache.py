@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartRow
-from sinklab.assessing.parts.eviction import needed_keys
 from sinklab.assessing.reading import PairedReader, Step, refused
 from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
@@ -46,8 +45,8 @@ class KeptKeys(Effect):
     """Loss of the continuation with `budget` keys of the prompt, chosen by `method`.
 
     Attributes:
-        first_kept: fraction of the pairs (sequence, KV head) that keep the first key, or the first learned token; heads
-            whose continuation does not see it are excluded. None if there are no others.
+        first_kept: fraction of the pairs (sequence, KV head) that keep the first key, or the first learned token.
+            Layers in which the continuation does not see it are excluded; None if there are no others.
     """
 
     method: str
@@ -77,8 +76,8 @@ class PromptCache(AssessPart):
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
         if min(settings.budgets) >= settings.length // 2:
             return (
-                f"its prompts have {settings.length // 2} tokens, half of --length, and the smallest --budget is "
-                f"{min(settings.budgets)} keys"
+                f"prompts of {settings.length // 2} tokens, half of --length, have no more keys than the smallest "
+                f"--budget, {min(settings.budgets)}: set a smaller --budget, or a larger --length"
             )
         return refused(adapter, edit=PromptKeys(1, partial(observed_attention, window=1)))
 
@@ -99,8 +98,9 @@ class PromptCache(AssessPart):
 
     def figure(self) -> PartFigure:
         rows = [
-            {**self.point(one, one.method, one.budget), "first_kept": 100 * one.first_kept if one.first_kept else 0}
+            {**self.point(one, one.method, one.budget), "first_kept": None if kept is None else 100 * kept}
             for one in self.methods
+            for kept in (one.first_kept,)
         ]
         return PartFigure(
             "Keeping few keys of a prompt",
@@ -141,15 +141,23 @@ class PromptKeys:
             raise InputError("queries attend to later keys, so the prompt cannot be read alone")
         B, groups, L, _ = layer.call.k_BGTD.shape
         P = layer.leading + (L - layer.leading) // 2
-        needed_BGP = needed_keys(layer)[..., P, :P].expand(B, groups, P)
+        needed_BGP = self._seen_later(layer, P).expand(B, groups, P)
         score_BGP = self.score(layer.cut(P)).masked_fill(~needed_BGP, -torch.inf)
         kept_BGP = torch.zeros_like(needed_BGP).scatter(-1, score_BGP.topk(self.budget, -1).indices, True)
         kept_BGP &= score_BGP > -torch.inf
         if needed_BGP[..., 0].any():
-            self.first_kept.append(kept_BGP[..., 0])
+            self.first_kept.append(kept_BGP[..., 0].cpu())
         seen_BGLL = torch.ones(B, groups, L, L, dtype=torch.bool, device=kept_BGP.device).tril()
         seen_BGLL[:, :, P:, :P] = kept_BGP[:, :, None]
         return layer.masked(Dense(seen_BGLL.repeat_interleave(layer.call.q_BHTD.shape[1] // groups, 1)))
+
+    @staticmethod
+    def _seen_later(layer: LayerCall, P: int) -> Tensor:
+        """Return True where some query after the prompt sees the key: (B or 1, G or 1, P)."""
+        mask, groups = layer.call.mask, layer.call.k_BGTD.shape[1]
+        seen = mask.block(P, layer.length, 0, P, layer.call.k_BGTD.device).any(-2)
+        seen_BHP = seen.expand(*mask.sizes, P)
+        return seen_BHP if seen_BHP.shape[1] == 1 else seen_BHP.unflatten(1, (groups, -1)).any(2)
 
 
 def latest(prompt: LayerCall, first: int = 0) -> Tensor:

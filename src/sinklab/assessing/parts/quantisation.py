@@ -26,8 +26,8 @@ separate experts process only some of the tokens.
 Rounding of activations amplifies differences: a change in the last digits of the embeddings moves some values to the
 next step of the grid in the first layers, and many in the last. Where a few large activations matter, the loss then
 varies by more than its standard error over the text. It is therefore the mean of several draws, in which the input of
-the first block is multiplied by 1 + d x (d: 1e-6, or the resolution of the dtype if that is larger; x: normal). The
-first draw is unchanged.
+the first block is multiplied by 1 + d x (d: 1e-6, or a quarter of the resolution of the dtype if that is larger; x:
+normal). The first draw is unchanged.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -89,7 +89,7 @@ SETTINGS = {
     "nvfp4": Rounding("nvfp4", "nvfp4"),
 }
 CALIBRATED = 4  # maximum number of calibration sequences
-NOISE = 1e-6  # relative size of the perturbation in draws, or the resolution of the dtype if that is larger
+NOISE = 1e-6  # least relative size of the perturbation in draws
 DEVIATIONS = 6  # standard deviations from the mean beyond which a value is an outlier (2306.12929)
 
 
@@ -241,15 +241,16 @@ def assess_quantisation(
     found = []
     for name, one in SETTINGS.items():
         with quantised_weights(maps, one) as exact:
-            losses: list[list[ByPosition]] = [[], []]
-            for draws, skipped in zip(losses, (0, spared), strict=True):
+            found_in_draws: list[list[ByPosition]] = [[], []]
+            for draws, skipped in zip(found_in_draws, (0, spared), strict=True):
                 with quantised_inputs(maps, exact, one, maxima[skipped, one.rotate], skipped):
                     for draw in range(_draws(one, settings)):
-                        with perturbed(adapter, draw):
+                        with perturbed(adapter, draw, settings.seed):
                             draws.append(reader.under())
-        everything, without = map(mean_of, losses)
+        everything, without = map(mean_of, found_in_draws)
         due_NP = everything.loss_NP - without.loss_NP
-        by_draw = [float((whole.loss_NP - spared.loss_NP).mean()) for whole, spared in zip(*losses, strict=True)]
+        pairs = zip(*found_in_draws, strict=True)
+        by_draw = [float((whole.loss_NP - part.loss_NP).mean()) for whole, part in pairs]
         found.append(
             Quantised(
                 name=name,
@@ -273,13 +274,13 @@ def _draws(setting: Rounding, settings: AssessSettings) -> int:
 
 
 @contextmanager
-def perturbed(adapter: Adapter, draw: int) -> Iterator[None]:
+def perturbed(adapter: Adapter, draw: int, seed: int = 0) -> Iterator[None]:
     """Change the last digits of the first block's input in the `with` block; draw 0 changes nothing."""
 
     def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x = args[0] if args else kwargs["hidden_states"]
-        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(draw)).to(x)
-        x = x * (1 + max(NOISE, torch.finfo(x.dtype).eps) * noise)
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed + draw)).to(x)
+        x = x * (1 + max(NOISE, torch.finfo(x.dtype).eps / 4) * noise)
         return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
     with hooked([adapter.blocks[0].register_forward_pre_hook(entering, with_kwargs=True)] if draw else []):

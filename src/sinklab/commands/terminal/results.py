@@ -243,7 +243,7 @@ def print_end(directory: Path, recipe: "Recipe", console: Console) -> None:
     console.print(f"in {directory}:", **PLAIN)
     doing = {f"sinklab measure {where} --text FILE": "another text", f"sinklab report {where}": "charts"}
     if recipe.schedule.shape == "flat":
-        doing[f"the same command with --set train.steps={2 * recipe.train.steps}"] = "train for longer"
+        doing[f"the same command with --set train.steps={2 * recipe.train.steps} --out {where}"] = "train for longer"
     width = max(map(len, doing))
     for command, what in doing.items():
         console.print(f"  {command:{width}}   {what}", **PLAIN)

@@ -95,7 +95,8 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
         raise InputError(f"{name} is an encoder-decoder ({config.model_type}): use a decoder-only language model")
     given = {} if source.gguf is not None else {"config": config}
     tokenizer = _with_tokenizer(source, loading.subfolder).read("tokenizer", AutoTokenizer.from_pretrained, given)
-    if tokenizer.get_vocab().keys() == tokenizer.get_added_vocab().keys():  # transformers raises no error
+    added = getattr(tokenizer, "get_added_vocab", dict)()  # tokenizers of mistral-common do not have it
+    if tokenizer.get_vocab().keys() == added.keys():  # transformers raises no error
         raise InputError(
             f"the tokenizer of {name} has only special tokens: its vocabulary is missing. Put the other tokenizer "
             "files (such as tokenizer.json) next to the weights"

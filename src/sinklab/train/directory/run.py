@@ -224,7 +224,11 @@ def establish(run: Run, compiles_loss: bool = False) -> None:
         write_text(run.directory / RECIPE, run.recipe.to_yaml())
     for name in TOKENIZER:
         path, source = run.directory / name, run.dataset.tokenizer_path.with_name(name)
-        if not (path.exists() and filecmp.cmp(source, path, shallow=False)):
+        try:
+            same = path.exists() and filecmp.cmp(source, path, shallow=False)
+        except OSError:  # the data's tokenizer is missing: that of the run is kept
+            same = True
+        if not same:
             with written_aside(path) as aside:
                 shutil.copyfile(source, aside)
 
