@@ -178,7 +178,7 @@ def test_a_rotation_keeps_products_and_spreads_a_large_channel(width: int) -> No
 
 @torch.no_grad()
 def test_a_rotated_map_rounds_rotated_weights_and_inputs() -> None:
-    torch.manual_seed(1)
+    torch.manual_seed(0)
     linear = torch.nn.Linear(32, 5, bias=False).double()
     maps = [LinearMap(linear, block=linear)]
     x = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -196,7 +196,7 @@ def test_a_rotated_map_rounds_rotated_weights_and_inputs() -> None:
     weight = quantised_weight(rotated(before), "int8 per channel")
     assert_close(found[:, 1:], on_grid(rotated(x[:, 1:]), 8, turned[linear]) @ weight.T, 1e-12)
     assert_close(found[:, :1], plain[:, :1], 1e-12)
-    assert (found - plain).norm() < (unrotated - plain).norm()
+    assert (found - plain).norm() < (unrotated - plain).norm() / 2
     assert torch.equal(linear.weight, before)
 
 
