@@ -137,6 +137,10 @@ def test_the_one_head_that_matters_costs_all_and_with_all_its_keys_nothing_is_lo
             assert row.kl > 1e-5
             assert row.keys == row.full * 24 + (1 - row.full) * 4
     assert len(passes) == 2 * (2 + len(FULL) * 6) + 1 * (2 + 8)
+    more = {row.what: row.more for row in found.rows()}
+    quarter = sum(min(t, 9) for t in range(1, 25)) / 24, sum(0.25 * t + 0.75 * min(t, 4) for t in range(1, 25)) / 24
+    assert more["one for all, 25 % full"] == f"9 keys per head at the end, {quarter[0]:.0f} on average"
+    assert more["by cost, 25 % full"] == f"9 keys per head at the end, {quarter[1]:.0f} on average"
 
 
 def test_a_head_with_all_keys_has_those_of_the_leading_tokens_too() -> None:
