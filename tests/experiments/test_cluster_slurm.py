@@ -129,7 +129,8 @@ def test_jobs_outlive_a_call_and_are_found_and_stopped_and_continued_by_later_on
     assert {event.kind for event in ended if event.is_last} == {"stopped"}
     assert set(states(folder).values()) <= set(ENDED)
 
-    begun = [run for run in runs if (folder / f"{run.hash}.log").exists() and Diary(folder, run).stopped_at]
+    logged = [run for run in runs if (folder / f"{run.hash}.log").exists()]
+    begun = [run for run in logged if Diary(folder, run).begun_at and Diary(folder, run).stopped_at]
     train_disturbed(begun[:2], SlurmEngine(folder, OPTIONS), {})
     for diary in (Diary(folder, run) for run in begun[:2]):
         assert diary.begun_at == [0, *diary.stopped_at]
