@@ -97,11 +97,7 @@ class PromptCache(AssessPart):
             yield self.row(f"{one.method}, {one.budget} keys", one, kept, answer=answer)
 
     def figure(self) -> PartFigure:
-        rows = [
-            {**self.point(one, one.method, one.budget), "first_kept": None if kept is None else 100 * kept}
-            for one in self.methods
-            for kept in (one.first_kept,)
-        ]
+        rows = [{**self.point(one, one.method, one.budget), "first_kept": one.first_kept} for one in self.methods]
         return PartFigure(
             "Keeping few keys of a prompt",
             f"Loss added to {self.unchanged.loss:.3f} after prompts of {self.prompt:,} tokens ({self.sequences} "
@@ -111,7 +107,7 @@ class PromptCache(AssessPart):
             tooltip=(
                 ("loss", "loss, nats", ".4f"),
                 ("kl", "KL from the unchanged model", ".4f"),
-                ("first_kept", "KV heads that keep the first key, %", ".0f"),
+                ("first_kept", "KV heads that keep the first key", ".0%"),
             ),
         )
 
