@@ -3,7 +3,8 @@
     python -m benchmarks.committed results/tiny
 
 Writes `src/sinklab/experiments/committed.json`, which is part of the package; other scales in the file are kept. Also
-writes the table of the paper's statements in README.md, with a column for each scale that has committed verdicts.
+writes two tables in README.md: the verdicts on the paper's statements at each scale that has committed verdicts, and
+the number of confirmatory claims by verdict.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sinklab.experiments.definition import SCALES
-from sinklab.experiments.documents import JUDGED, SUMMARY, Summary
+from sinklab.experiments.documents import JUDGED, SUMMARY, VERDICTS, Summary
 from sinklab.experiments.paper import statements
 from sinklab.experiments.verdicts import five_seeds
 from sinklab.experiments.verdicts.five_seeds import CommittedVerdict, shipped_verdicts
@@ -52,10 +53,23 @@ def statement_table(summaries: Sequence[Summary]) -> str:
     return markdown(Table("", columns, rows))
 
 
-def readme_with(text: str, table: str) -> str:
-    """Return the text of README.md with its table of statements replaced by `table`."""
+def count_table(summaries: Sequence[Summary]) -> str:
+    """Return a Markdown table with the number of finished runs and of confirmatory claims by verdict, by scale."""
+    counts = [Counter(summary.counts["confirmatory"]) for summary in summaries]
+    verdicts = [verdict for verdict in VERDICTS if any(count[verdict] for count in counts)]
+    rows = []
+    for summary, count in zip(summaries, counts, strict=True):
+        finished = sum(run.status == "done" for run in summary.runs)
+        runs = f"{finished} of {len(summary.runs)}" if finished < len(summary.runs) else str(finished)
+        rows.append((summary.scale, runs, str(count.total()), *(str(count[verdict]) for verdict in verdicts)))
+    return markdown(Table("", names("scale", "finished runs", "claims", *verdicts), rows))
+
+
+def readme_with(text: str, summaries: Sequence[Summary]) -> str:
+    """Return the text of README.md with its tables of statements and of counts replaced."""
     before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}{table}{END}{rest.split(END, 1)[1]}"
+    tables = f"{statement_table(summaries)}\n\n{count_table(summaries)}"
+    return f"{before}{BEGIN}{tables}{END}{rest.split(END, 1)[1]}"
 
 
 def committed_summaries() -> list[Summary]:
@@ -74,7 +88,7 @@ def main() -> None:
         parser.error(f"{results} has no verdicts of one scale by five seeds or more")
     scales = {**before.scales, summary.scale: found}
     write_json(PATH, before.model_copy(update={"scales": scales}).model_dump(by_alias=True))
-    README.write_text(readme_with(README.read_text("utf-8"), statement_table(committed_summaries())), "utf-8")
+    README.write_text(readme_with(README.read_text("utf-8"), committed_summaries()), "utf-8")
     print(f"{len(found)} verdicts at {summary.scale}: in {PATH}; statements: in {README}")
 
 
