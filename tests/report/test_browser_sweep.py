@@ -69,12 +69,12 @@ def test_experiments_are_folded_and_a_link_unfolds_the_one_it_leads_to(tab: Brow
     opened = "[...document.querySelectorAll('details[open]')].map((one) => one.querySelector('h2, h3').id)"
     assert tab.evaluate(opened) == []
     height = tab.evaluate("document.documentElement.scrollHeight")
-    tab.evaluate("location.hash = 'table_6'")  # folded within what is not run
-    tab.until("document.querySelector('#table_6').closest('details').open")
-    assert tab.evaluate(opened) == ["not-run", "table_6"]
-    tab.click("a[href='#table_4']")
+    tab.evaluate("location.hash = 'experiment-table_6'")  # folded within what is not run
+    tab.until("document.querySelector('#experiment-table_6').closest('details').open")
+    assert tab.evaluate(opened) == ["not-run", "experiment-table_6"]
+    tab.click("a[href='#experiment-table_4']")
     tab.until("document.querySelector('#chart-table_4-numbers-0 svg.marks')")
-    assert tab.evaluate(opened) == ["table_4", "not-run", "table_6"]
+    assert tab.evaluate(opened) == ["experiment-table_4", "not-run", "experiment-table_6"]
     drawn = "document.querySelector('#chart-table_4-numbers-0 svg.marks').getBoundingClientRect().width"
     assert tab.evaluate(drawn) > 200  # it had no width while it was folded away
     assert tab.evaluate("document.documentElement.scrollHeight") > height
@@ -145,7 +145,7 @@ def test_the_leaderboard_is_sorted_by_keyboard(tab: BrowserTab, sweep_page: Path
 
 def test_a_point_says_its_seed_and_value_and_leads_to_its_recipe(tab: BrowserTab, sweep_page: Path) -> None:
     tab.open(sweep_page)
-    tab.evaluate("location.hash = 'table_4'")
+    tab.evaluate("location.hash = 'experiment-table_4'")
     tab.until("document.querySelector('#chart-table_4-numbers-0 svg.marks')")
     point = "#chart-table_4-numbers-0 path[aria-label*='seed: 0']"
     tab.hover(point)

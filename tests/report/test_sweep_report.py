@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -44,7 +45,14 @@ def test_the_page_counts_the_verdicts_with_their_scale_and_lists_every_experimen
     anchors = {str(a.get("id")) for tag, a in page.elements if tag in ("h2", "h3")}
     links = {str(a["href"]).removeprefix("#") for tag, a in page.elements if tag == "a" and a["href"][0] == "#"}  # type: ignore[index]
     assert links == {"leaderboard", "confirmatory", "exploratory"}
-    assert links | {*EXPERIMENTS} <= anchors
+    assert links | {f"experiment-{name}" for name in EXPERIMENTS} <= anchors
+
+
+@pytest.mark.parametrize("name", ["charts", "cells", "provenance", "leaderboard", "confirmatory", "rule"])
+def test_an_experiment_may_be_named_like_another_part_of_the_page(tmp_path: Path, name: str) -> None:
+    top = make_sweep(tmp_path / "tiny", {name: EXPERIMENTS["table_2"]})
+    ids = [a["id"] for _, a in Page(write_report([top]).read_text(encoding="utf-8")).elements if "id" in a]
+    assert [one for one, count in Counter(ids).items() if count > 1] == []
 
 
 def test_a_section_has_question_source_adaptation_numbers_claims_and_runs(page: Page) -> None:

@@ -24,7 +24,7 @@ class GlancePart:
     Attributes:
         ours: (name, values of all seeds as text) pairs of the claim's cells. Empty if the claim was judged on other
             values, such as those at one step; the page then shows the evidence.
-        key: anchor of the experiment's section; empty if there is none.
+        key: anchor of the experiment's section, without `experiment-`; empty if there is none.
     """
 
     claim: JudgedClaim
@@ -91,7 +91,7 @@ class ExperimentSection:
     """The section of an experiment.
 
     Attributes:
-        key: anchor of the section.
+        key: anchor of the section, without `experiment-`.
         about: entry of the experiment in summary.json.
         verdicts: number of claims by kind of analysis and verdict (`verdict_counts`).
         group: key of its `ExperimentGroup`: `confirmatory` if it has confirmatory claims, else `exploratory`; `not-run`

@@ -65,9 +65,9 @@ def cell_order(cells: Sequence[str]) -> tuple[str, dict[str, str]] | None:
 
 
 def with_keys(sweeps: Sequence[Sweep]) -> list[tuple[Sweep, str, str]]:
-    """Return (sweep, experiment, key) for every experiment, with a unique key for its anchor and chart files.
+    """Return (sweep, experiment, key) for every experiment, with a key for its anchor and chart files.
 
-    Keys consist of letters, digits, - and _.
+    Keys are unique among the experiments, and consist of letters, digits, - and _.
     """
     found: dict[str, tuple[Sweep, str]] = {}
     for sweep in sweeps:
@@ -82,7 +82,7 @@ def experiment_figures(sweep: Sweep, name: str, key: str, page: Path) -> list[Fi
     """Draw the figures of an experiment of a sweep.
 
     Args:
-        key: anchor of the experiment's section; the keys of the figures start with it.
+        key: anchor of the experiment's section, without `experiment-`; the keys of the figures start with it.
         page: folder of the page; links of points are relative to it.
 
     Raises:
