@@ -142,6 +142,13 @@ def test_domains_are_named_by_their_paths(tmp_path: Path) -> None:
     assert list(domain_files(tmp_path)) == ["a", "b/a", "c.jsonl", "c.txt"]
 
 
+def test_the_report_shows_a_domain_in_a_folder_with_the_name_of_another(model: str, tmp_path: Path) -> None:
+    for name in ("web.jsonl", "web/blog.jsonl"):
+        text_file(tmp_path / "texts" / name)
+    measure_domains(model, tmp_path / "texts", SMALL, out=tmp_path / "out")
+    assert [run.cell for run in collect([tmp_path / "out"]).runs] == ["web/blog", "web.jsonl"]
+
+
 def test_the_report_names_the_model_and_its_domains_and_says_how_many_sequences(
     model: str, texts: Path, tmp_path: Path
 ) -> None:

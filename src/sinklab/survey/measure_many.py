@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -258,14 +258,15 @@ def measure_domains(
 def domain_files(folder: Path) -> dict[str, Path]:
     """Return the .txt and .jsonl files in and below a folder by domain: the file's path in the folder.
 
-    The suffix is removed unless two files differ only in it.
+    The suffix is removed unless two files differ only in it, or a folder with texts has the same name.
 
     Raises:
         InputError: if the folder has no .txt or .jsonl file.
     """
     files = text_files(folder)
     bare = [file.relative_to(folder).with_suffix("").as_posix() for file in files]
+    nested = {parent.as_posix() for name in bare for parent in PurePosixPath(name).parents}
     return {
-        name if bare.count(name) == 1 else file.relative_to(folder).as_posix(): file
+        name if bare.count(name) == 1 and name not in nested else file.relative_to(folder).as_posix(): file
         for name, file in zip(bare, files, strict=True)
     }
