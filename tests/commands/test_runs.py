@@ -128,6 +128,17 @@ def test_runs_of_another_name_are_told_apart_by_what_differs(dataset: TokenDatas
     assert [run.differs for run in list_runs([tmp_path])] == [("model.ffn_width=16",), ("model.ffn_width=32",)]
 
 
+def test_settings_that_differ_are_written_as_set_takes_them(dataset: TokenDataset, tmp_path: Path) -> None:
+    for folder, change in (("a", "optim.clip=null"), ("b", "optim.clip=0.5")):
+        establish(open_run(recipe("name=mine", change), dataset, tmp_path / folder))
+    assert [run.differs for run in list_runs([tmp_path])] == [("optim.clip=null",), ("optim.clip=0.5",)]
+
+
+def test_a_run_in_two_of_the_folders_is_listed_once(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(runs)
+    assert len(list_runs([runs, Path(), Path("below")])) == 4
+
+
 def test_the_command_prints_a_table_or_json(run: Run, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     status, out, _ = run("runs", runs, "--json")

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_assessment import make_assessment
 from report_fixtures import LAB, make_lab, make_measurement, make_run, write
 from table_texts import table_texts
 from tiny_models import text_file, tiny_model
 
 from sinklab.errors import InputError
 from sinklab.experiments.definition import Experiment
+from sinklab.experiments.documents import RunRecord
 from sinklab.experiments.measured import measure_experiment
 from sinklab.measuring.measurement import Measurement
 from sinklab.report.cells import cell_rows, cells_table, headline
@@ -100,6 +102,31 @@ def test_directories_of_one_name_are_kept_apart_and_one_that_is_passed_twice_is_
     data = collect([first, second, third, tmp_path / "a" / ".." / "c" / "res"])
     assert data.cells == ["k", "res/k", "c/res/k"]
     assert [run.path.parent.resolve() for run in data.runs] == [first, second, third]
+
+
+def test_a_directory_whose_runs_another_one_has_is_refused(tmp_path: Path) -> None:
+    lab = make_run(tmp_path / "lab" / "k").parent
+    for dirs in ([tmp_path, lab], [lab / "k", tmp_path], [lab, lab / "k"]):
+        with pytest.raises(InputError, match="whose runs would be counted twice"):
+            collect(dirs)
+    inside = make_measurement(lab / "k" / "measured")  # the folders of a run are not searched
+    assert collect([lab, inside]).cells == ["k", "tiny"]
+
+
+def test_an_assessment_in_two_directories_is_read_once(tmp_path: Path) -> None:
+    lab = make_run(tmp_path / "lab" / "k").parent
+    assessed = lab / "k" / "assessed"
+    make_assessment(assessed, "tiny", 0.5)
+    assert len(collect([lab, assessed]).assessed) == 1
+
+
+def test_a_run_that_failed_says_where_in_the_failed_file_as_in_the_record(tmp_path: Path) -> None:
+    first, second = (make_run(tmp_path / name, seed=seed, reached=300) for seed, name in enumerate(("a", "b")))
+    write(first / "failed.json", {"step": 300, "message": "the loss is not finite"})
+    RunRecord(hash="0", name="softmax", seed=1, status="failed").save(second)
+    data = collect([tmp_path])
+    assert [run.unfinished for run in data.runs] == ["failed at step 300 of 2000"] * 2
+    assert not any("unfinished" in sentence for sentence in headline(data))
 
 
 def test_cells_that_share_a_pass_have_the_numbers_of_their_own_threshold_and_length(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from rich.console import Console
 
 from sinklab.commands.terminal.results import print_report
 from sinklab.measuring.measurement import Measurement
-from sinklab.report.cells import sparkline
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData
 
@@ -32,12 +31,6 @@ def test_the_terminal_shows_the_notes_of_a_measurement(tmp_path: Path) -> None:
     assert "note: tiny: out of memory: �[2Jhalved" in printed(collect([tmp_path / "model"]))
 
 
-def test_the_growth_of_the_sink_is_drawn_where_there_is_a_history(tmp_path: Path) -> None:
-    text = printed(collect([make_lab(tmp_path / "lab")]))
-    assert "▁" in text
-    assert "█" in text
-
-
 def test_a_name_cannot_steer_the_terminal_or_its_markup(tmp_path: Path) -> None:
     text = printed(collect([make_run(tmp_path / "run", name="[red]a\x1b[2Jb")]))
     assert "[red]a" in text
@@ -54,10 +47,3 @@ def test_a_narrow_terminal_has_the_last_columns_below_with_the_cells_once_more(t
     rows = [[line for line in shown.splitlines() if line.startswith("  sigmoid")] for shown in (text, wide)]
     assert len(rows[0]) > len(rows[1]) == 1
     assert max(len(line) for line in text.splitlines() if "─" in line) <= 60
-
-
-def test_a_sparkline_rises_with_its_values_and_is_thinned_to_its_width() -> None:
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 7) == "▁▂▃▄▅▆▇█"
-    assert sparkline([0.0, 0.0], 1) == "▁▁"
-    assert len(sparkline(list(range(1000)), 999, width=12)) == 12
-    assert sparkline([], 1) == ""

@@ -1,15 +1,21 @@
 """Text of a page: its title, its lead, and the note below the leaderboard."""
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 from made_assessment import make_assessment
+from report_fixtures import make_measurement
 from sweep_fixtures import CELLS, EXPERIMENTS, MadeCell, make_sweep
 from test_report_html import Page
 
+from sinklab.measuring.measurement import Measurement
+from sinklab.report.cells import headline
+from sinklab.report.data import ReportData
 from sinklab.report.packing import pack_sweep
 from sinklab.report.page import write_report
+from sinklab.survey.suites import DomainsDocument
 
 ONE = {"table_4": EXPERIMENTS["table_4"]}
 BOARD = {"mitigations": EXPERIMENTS["mitigations"]}
@@ -28,7 +34,15 @@ def test_a_sweep_is_called_by_what_is_in_it_wherever_it_was_packed(
     packed = pack_sweep([make_sweep(tmp_path / "sweep", experiments)], tmp_path / "contpack")
     shutil.copytree(packed, tmp_path / "continued")
     for page in (packed / "report.html", write_report([tmp_path / "continued"], tmp_path / "page.html")):
-        assert f"<h1>Attention sinks: {title}</h1>" in page.read_text(encoding="utf-8")
+        text = page.read_text(encoding="utf-8")
+        assert f"<h1>Attention sinks: {title}</h1>" in text
+        assert re.search(r'<p class="lead">(One experiment|Five experiments) at scale tiny: ', text)
+
+
+def test_the_lead_names_a_model_in_the_working_directory(tmp_path: Path) -> None:
+    document = DomainsDocument.model_validate({"model": ".", "domains": {"a": {}, "b": {}}})
+    measured = {name: Measurement.load(make_measurement(tmp_path / name)) for name in ("a", "b")}
+    assert headline(ReportData.of_suite(document, measured))[0].startswith(". on two domains: ")
 
 
 @pytest.mark.parametrize(("on_the_bias", "said"), [(34.0, True), (0.0, False), (0.02, False)])

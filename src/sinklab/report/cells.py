@@ -4,12 +4,11 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.statistics.highest import later_sink
-from sinklab.report.data import ReportData, ReportedRun, rates_by_eps
+from sinklab.report.data import ReportData, ReportedRun, model_label, rates_by_eps
 from sinklab.survey.suites import (
     CheckpointsDocument,
     ComparisonDocument,
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 SHOWN = 0.05
 """Minimum sink rate, percent, at which a headline on several models names a sink; lower rates round to 0.0."""
-BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
@@ -142,21 +140,14 @@ def _seconds(run: ReportedRun) -> float | None:
     return run.measurement.seconds if run.measurement else None
 
 
-def cells_table(data: ReportData, curves: bool = False) -> Table:
-    """Make the table of results with a row per cell, in the order of `data.cells`; empty columns are omitted.
-
-    Args:
-        curves: whether to add a column of sparklines of the sink rate by step (`growth_of_sink`), for output without
-            charts.
-    """
+def cells_table(data: ReportData) -> Table:
+    """Make the table of results with a row per cell, in the order of `data.cells`; empty columns are omitted."""
     rows, entries = cell_rows(data), data.entries
     trained = not data.runs or any(run.trained for run in data.runs)
     rate, loss = (".1f", ".3f") if trained else (".2f", ".4f")
     by_domain = any(isinstance(suite.document, DomainsDocument) for suite in data.suites)
     differing = len({eps for row in rows for eps in row.eps}) > 1
     thresholds = dict.fromkeys(eps for _, one in data.measured for eps in list(one.sink_rates or {})[1:])
-    grown = {row.cell: growth_of_sink(data, row.cell) if curves else [] for row in rows}
-    highest = max([1.0, *(value for values in grown.values() for value in values)])
     titles = {DomainsDocument: "Domain", ComparisonDocument: "Model", CheckpointsDocument: "Checkpoint"}
     title = titles.get(type(data.only_suite), "Cell" if trained else "Model")
     unit = {"Domain": "one file each", "Checkpoint": "step or tokens"}.get(title, "")
@@ -202,7 +193,6 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
             spread("Norm ratio", "maximum over blocks", rate, Spread.of(one.largest_norm_ratio for one in latest)),
             spread("Row sum", "of raw scores", ".2f", sums),
             spread("Time", "seconds", ".0f", row.seconds),
-            (TableColumn("Sink", "by step"), sparkline(grown[row.cell], highest)),
         ]
 
     found = [columns_of(row) for row in rows]
@@ -224,13 +214,6 @@ def cells_table(data: ReportData, curves: bool = False) -> Table:
     columns = [column for pairs in found[:1] for column, _ in pairs]
     values = [[value for _, value in pairs] for pairs in found]
     return Table(f"{title}s", columns, values, notes, "cells").without_empty_columns()
-
-
-def sparkline(values: Sequence[float], highest: float, width: int = 16) -> str:
-    """Return a sparkline of up to `width` evenly sampled values; a full bar is `highest`, which must be positive."""
-    count = min(width, len(values))
-    picked = [values[(index + 1) * len(values) // count - 1] for index in range(count)]
-    return "".join(BARS[min(len(BARS) - 1, max(0, int(value / highest * len(BARS))))] for value in picked)
 
 
 def curve(runs: Sequence[ReportedRun], value: Callable[[Evaluation], float | None], where: str) -> list[dict[str, Any]]:
@@ -264,27 +247,16 @@ def averaged(fields: Sequence[str], values: Iterable[Sequence[Any]]) -> list[dic
     ]
 
 
-def growth_of_sink(data: ReportData, cell: str) -> list[float]:
-    """Return the sink rate (percent) at every step with a known rate: mean over seeds of max(first token, bias)."""
-    rows = curve(
-        data.runs_of(cell),
-        lambda one: (
-            max(first, one.sink_rate_bias or 0.0) if (first := next(iter(one.sink_rate), None)) is not None else None
-        ),
-        "anywhere",
-    )
-    return [row["value"] for row in sorted(rows, key=lambda row: row["step"])]
-
-
 def headline(data: ReportData) -> list[str]:
-    """Return the sentences of the headline: one per sweep of several experiments, then up to three about the runs.
+    """Return the sentences of the headline: one per sweep whose runs are not listed, then up to three about the runs.
 
-    The sentences about the runs state the setting, the main result, and the number of unfinished runs.
+    The runs of packed sweeps and of sweeps of several experiments are not listed. The sentences about the runs state
+    the setting, the main result, and the number of unfinished runs.
     """
     rows = cell_rows(data)
     trained = [run for run in data.runs if run.trained]
     sentences = []
-    for summary in (sweep.summary for sweep in data.sweeps if len(sweep.summary.experiments) > 1):
+    for summary in (one.summary for one in data.sweeps if one.packed or len(one.summary.experiments) > 1):
         done, failed = (sum(run.status == status for run in summary.runs) for status in ("done", "failed"))
         scale = f" at scale {summary.scale}" if summary.scale else ""
         ended = counted(done + failed, "run") + (f" ({failed} of them failed)" if failed else "")
@@ -327,11 +299,11 @@ def _setting(data: ReportData, trained: list[ReportedRun]) -> str:
     subject = counted(len(data.runs), "model").capitalize()
     match data.only_suite:
         case DomainsDocument() as document:
-            subject = f"{Path(document.model).name} on {counted(len(data.runs), 'domain')}"
+            subject = f"{model_label(document.model)} on {counted(len(data.runs), 'domain')}"
         case ComparisonDocument():
             subject += " side by side"
         case CheckpointsDocument() as document:
-            subject = f"{Path(document.model).name} at {counted(len(data.runs), 'checkpoint')}"
+            subject = f"{model_label(document.model)} at {counted(len(data.runs), 'checkpoint')}"
         case _ if names and len(names) < len(data.runs):
             subject = f"{counted(len(data.runs), 'measurement').capitalize()} of {counted(len(names), 'model')}"
     return f"{subject}: {measured}."

@@ -14,12 +14,12 @@ from pydantic import Field, StrictInt, ValidationError
 
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.errors import InputError, SinklabError, cause
-from sinklab.experiments.documents import SUMMARY, CellSummary, Summary, read_record
+from sinklab.experiments.documents import SUMMARY, CellSummary, RunRecord, Summary, read_record
 from sinklab.experiments.sweep.packed import is_packed
 from sinklab.files import folders_with, if_present, parse_json, read_document, read_mapping
 from sinklab.measuring.statistics.highest import later_sink_text
 from sinklab.report.data import ReportData, ReportedRun, Suite, grouped, model_name, recipe_changes
-from sinklab.report.sweeps import Sweep, read_sweep
+from sinklab.report.sweeps import Sweep, read_sweep, value_text
 from sinklab.schema import ReadDocument, leaves
 from sinklab.survey.suites import CheckpointsDocument, ComparisonDocument, DomainsDocument, FamiliesDocument
 from sinklab.train.directory.checkpoint import steps_saved
@@ -66,8 +66,9 @@ def collect(dirs: list[Path]) -> ReportData:
     directories are read once. Packed runs are unpacked into a temporary folder.
 
     Raises:
-        InputError: if `dirs` is empty, a directory is missing, unreadable or has no results, or a file in it cannot be
-            read, is damaged or has an unsupported schema version.
+        InputError: if `dirs` is empty, a directory is missing, unreadable or has no results, the runs of a directory
+            would also be read from another one that contains it, or a file cannot be read, is damaged or has an
+            unsupported schema version.
         SinklabError: if packed runs cannot be unpacked into a temporary folder.
     """
     if not dirs:
@@ -82,6 +83,7 @@ def collect(dirs: list[Path]) -> ReportData:
         if summary.experiments:
             sweeps.append(read_sweep(top, summary))
         found, known = _runs_of(top, summary)
+        _check_nested(top, found, dirs)
         prefix = _free_prefix(top, {*known, *(run.cell for run in found)}, {*cells, *(run.cell for run in runs)})
         runs += [replace(run, cell=prefix + run.cell) for run in found]
         cells |= {prefix + name: cell for name, cell in known.items()}
@@ -94,16 +96,23 @@ def collect(dirs: list[Path]) -> ReportData:
     place = {suite.top / name: number for suite in suites for number, name in enumerate(suite.document.measured)}
     runs = sorted(grouped(runs, cells), key=lambda run: place.get(run.path, -1))
     swept = {sweep.files / run.directory for sweep in sweeps for run in sweep.summary.runs if run.directory}
+    assessments = {path.resolve(): path for top in dirs for path in sorted(top.rglob(ASSESSMENT))}
     assessed = [
-        load_assessment(path)
-        for top in dirs
-        for path in sorted(top.rglob(ASSESSMENT))
-        if not any(path.is_relative_to(run) for run in swept)
+        load_assessment(path) for path in assessments.values() if not any(path.is_relative_to(run) for run in swept)
     ]
     data = ReportData(dirs, runs, cells, suites, sweeps, assessed)
     order = {cell: index for index, cell in enumerate(data.cells)}
     runs.sort(key=lambda run: (order[run.cell], run.seed or 0, str(run.path)))
     return data
+
+
+def _check_nested(top: Path, runs: Sequence[ReportedRun], dirs: Sequence[Path]) -> None:
+    """Raise InputError if one of the `runs` that were found in `top` is also in another of `dirs`, inside `top`."""
+    for inner in dirs:
+        place = inner.resolve()
+        inside = inner is not top and place.is_relative_to(top.resolve())
+        if inside and any(run.path.resolve().is_relative_to(place) for run in runs):
+            raise InputError(f"{top} contains {inner}, whose runs would be counted twice: leave one of them out")
 
 
 def _free_prefix(top: Path, names: Collection[str], taken: Collection[str]) -> str:
@@ -170,8 +179,7 @@ def _read_run(path: Path, top: Path, named: Collection[str], cell: str | None) -
             cell = place.resolve().name or str(place)
     seed = recipe["seed"] if "seed" in recipe else int(folder[1]) if folder else None
     history = read_history(path / "metrics.jsonl")
-    record = read_record(path)
-    failed = record is not None and record.status == "failed"
+    failed = bool(_error_of(path, read_record(path)))
     return ReportedRun(path, cell, seed, recipe, _read_mapping(path / "env.json"), history, measurement, failed)
 
 
@@ -201,8 +209,8 @@ class ListedRun:
         directory: path of the run directory.
         state: the first that applies: damaged (the recipe or the metrics cannot be read, or the recipe has no number of
             steps), running (a process holds the lock of the directory), done (measured, and evaluated at the last
-            step), failed (failed.json has an error message), stopped (it has a checkpoint, from which the same command
-            resumes), or not begun (no checkpoint).
+            step), failed (failed.json or record.json has the error), stopped (it has a checkpoint, from which the same
+            command resumes), or not begun (no checkpoint).
         name, seed: name and seed in the recipe.
         step: last step that was evaluated or has a checkpoint; 0 if there is none, or if the run is damaged.
         steps: number of steps in the recipe; None if unknown.
@@ -233,19 +241,22 @@ class ListedRun:
 def list_runs(folders: Sequence[Path]) -> list[ListedRun]:
     """List the runs in and below `folders`, sorted by path within each folder.
 
-    A run is a directory with recipe.yaml and env.json.
+    A run is a directory with recipe.yaml and env.json. A run in several of the folders is listed once.
 
     Raises:
         InputError: if a path is not a directory, a folder cannot be read, or there is no run.
     """
     _check_folders(folders, "a run or a directory with runs below it")
-    recipes: dict[Path, Mapping[str, Any]] = {}
+    found: dict[Path, Path] = {}
     for top in folders:
         for path in folders_with(top, lambda names: "recipe.yaml" in names and "env.json" in names, _refuse):
-            try:
-                recipes[path] = _read_recipe(path / "recipe.yaml")
-            except InputError:
-                recipes[path] = {}
+            found.setdefault(path.resolve(), path)
+    recipes: dict[Path, Mapping[str, Any]] = {}
+    for path in found.values():
+        try:
+            recipes[path] = _read_recipe(path / "recipe.yaml")
+        except InputError:
+            recipes[path] = {}
     if not recipes:
         raise InputError(f"no run in or below {', '.join(map(str, folders))}: a run has a recipe.yaml and an env.json")
     return [_listed(path, recipes) for path in recipes]
@@ -266,14 +277,15 @@ def _listed(path: Path, recipes: Mapping[Path, Mapping[str, Any]]) -> ListedRun:
         state = "running"
     elif last.step >= steps and ((path / "measurement.json").is_file() or (record and record.status == "done")):
         state = "done"
-    elif why := _failure(path) or (record.message if record and record.status == "failed" else ""):
+    elif why := _error_of(path, record):
         state = "failed"
     else:
         state = "stopped" if saved else "not begun"
     if (changes := recipe_changes(recipe)) is None:
         others = [leaves(other) for other in recipes.values() if other]
         own = [(key, value) for key, value in leaves(recipe).items() if key not in ("seed", "name")]
-        changes = [f"{key}={value}" for key, value in own if any(other.get(key) != value for other in others)]
+        different = [(key, value) for key, value in own if any(other.get(key) != value for other in others)]
+        changes = [f"{key}={value_text(value)}" for key, value in different]
     return ListedRun(
         directory=str(path),
         state=state,
@@ -290,9 +302,9 @@ def _listed(path: Path, recipes: Mapping[Path, Mapping[str, Any]]) -> ListedRun:
     )
 
 
-def _failure(path: Path) -> str:
-    """Return the error message in failed.json; empty if there is none or the file cannot be read."""
+def _error_of(path: Path, record: RunRecord | None) -> str:
+    """Return the error that ended a run's training, from failed.json or else its record; empty if there is none."""
     try:
         return str(parse_json((path / "failed.json").read_text(encoding="utf-8"))["message"])
     except (OSError, ValueError, KeyError, TypeError):
-        return ""
+        return (record.message or "training failed") if record is not None and record.status == "failed" else ""

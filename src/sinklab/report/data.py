@@ -45,7 +45,7 @@ class ReportedRun:
         recipe: content of recipe.yaml, possibly in the format of another version of sinklab.
         env: content of env.json; empty if there is no such file.
         history: evaluations of the run, ordered by step.
-        failed: whether a sweep has recorded that training failed.
+        failed: whether training failed.
     """
 
     path: Path
@@ -90,10 +90,11 @@ class ReportedRun:
     def unfinished(self) -> str:
         """Text such as `step 500 of 2000`; empty if the last step was reached, or if the steps are unknown.
 
-        The step is that of the last evaluation for a run in progress, and that of the measured checkpoint otherwise.
+        The step is that of the last evaluation for a training run that has not reached its last step (`failed at step
+        300 of 2000` if it has failed), and that of the measured checkpoint otherwise.
         """
-        if self.in_progress:
-            return f"step {self.steps_done or 0} of {self.planned_steps}"
+        if self.trained and (self.steps_done or 0) < (self.planned_steps or 0):
+            return f"{'failed at ' if self.failed else ''}step {self.steps_done or 0} of {self.planned_steps}"
         step, planned = (self.measurement.step, self.measurement.planned_steps) if self.measurement else (None, None)
         return f"step {step:,} of {planned:,}" if step is not None and planned and step < planned else ""
 
@@ -177,7 +178,7 @@ class ReportData:
 
     def of_model(self, one: Assessment) -> str:
         """Return the suffix `: MODEL` for titles about an assessment; empty if the report has only one assessment."""
-        return f": {model_label(one)}" if len(self.assessed) > 1 else ""
+        return f": {model_label(one.model)}" if len(self.assessed) > 1 else ""
 
     @property
     def eps(self) -> str:
@@ -234,13 +235,13 @@ def rates_by_eps(measurement: "Measurement") -> Mapping[str, Sequence[float]]:
 
 
 def model_name(model: str) -> str:
-    """Return the last component of a model's path; a Hub id, or another relative path `a/b`, is returned unchanged."""
+    """Return the name of a model's cell: the last component of a path; a Hub id or other path `a/b` is kept whole."""
     return model if model.count("/") == 1 and not model.startswith((".", "/", "~")) else Path(model).name or model
 
 
-def model_label(assessment: Assessment) -> str:
-    """Return the last component of an assessed model's name or path."""
-    return Path(assessment.model).name or assessment.model
+def model_label(model: str) -> str:
+    """Return the last component of a model's path or Hub id, for titles and sentences; `.` is returned unchanged."""
+    return Path(model).name or model
 
 
 def grouped(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun]:

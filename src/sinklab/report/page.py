@@ -185,7 +185,8 @@ def lead(data: ReportData) -> list[str]:
     sentence of the headline is used.
     """
     said = [
-        (f"{model_label(one)}: " if len(data.assessed) > 1 else "") + " ".join(one.answer()) for one in data.assessed
+        (f"{model_label(one.model)}: " if len(data.assessed) > 1 else "") + " ".join(one.answer())
+        for one in data.assessed
     ]
     alone = len(data.measured) == len(data.runs) == 1 and not data.runs[0].trained
     measured = answer(data.measured[0][1]) if alone else []

@@ -16,6 +16,7 @@ from sinklab.experiments.definition import SCALES, Scale
 from sinklab.experiments.paper import Covered
 from sinklab.experiments.shipped import ListedExperiment, jobs_here
 from sinklab.experiments.sweep.preview import Preview
+from sinklab.report.sweeps import value_text
 from sinklab.schema import leaves
 from sinklab.tables import NOTHING, Table, TableColumn, names, numbers, plural
 
@@ -121,7 +122,7 @@ def print_preview(ahead: Preview, console: Console) -> None:
     rows = [
         (
             cell.name,
-            (", ".join(f"{key}={value}" for key, value in cell.change.items()) or "none")
+            (", ".join(f"{key}={value_text(value)}" for key, value in cell.change.items()) or "none")
             + (f" (same runs as {cell.same_as})" if cell.same_as else ""),
             f"{cell.done} of {cell.seeds}",
             None if cell.hours is None else duration(cell.hours * 3600),

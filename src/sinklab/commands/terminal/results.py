@@ -47,7 +47,7 @@ SHARES = ("acc", "exact_match")
 
 def print_report(data: ReportData, console: Console) -> None:
     """Print the tables of runs and suites, the notes, and each experiment with its claims."""
-    for table in [*([cells_table(data, curves=True)] if data.cells else []), *result_tables.suite_tables(data)]:
+    for table in [*([cells_table(data)] if data.cells else []), *result_tables.suite_tables(data)]:
         print_table(table, console)
     print_notes([f"{name}: {note}" for name, note in data.notes], console)
     for sweep in data.sweeps:
@@ -80,7 +80,7 @@ def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> 
             print_table(elsewhere, console)
         print_notes([f"adapted: {why}" for why in experiment.adapted], console)
         warnings = [
-            f"{cell}, seed {run.seed}: {warning}"
+            f"{cell}, {experiment.replicate} {run.seed}: {warning}"
             for cell, found in cells.items()
             for run in found.runs
             for warning in run.warnings
