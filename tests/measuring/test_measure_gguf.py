@@ -23,7 +23,7 @@ from sinklab.measuring.options import Options
 from sinklab.models.huggingface import gguf as gguf_files
 from sinklab.models.huggingface.loading import Loading, load_pretrained
 from sinklab.survey.compare import compare_models
-from sinklab.survey.measure_many import measure_domains
+from sinklab.survey.domains import measure_domains
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
 

@@ -14,7 +14,7 @@ from sinklab.assessing.assess_model import assess
 from sinklab.assessing.settings import AssessOptions
 from sinklab.errors import InputError
 from sinklab.opening import model_files
-from sinklab.survey.measure_many import measure_domains
+from sinklab.survey.domains import measure_domains
 from sinklab.survey.request import Request
 
 HEADS = AssessOptions(parts=("heads",), sequences=2, length=16)

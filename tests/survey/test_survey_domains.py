@@ -20,7 +20,8 @@ from sinklab.opening import model_files
 from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import collect
 from sinklab.report.page import write_report
-from sinklab.survey.measure_many import domain_files, measure_domains, text_hash
+from sinklab.survey.domains import domain_files, measure_domains
+from sinklab.survey.measure_many import text_hash
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
 

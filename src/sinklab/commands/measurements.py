@@ -21,8 +21,9 @@ from sinklab.models.huggingface.loading import Loading
 from sinklab.outputs import RUNS
 from sinklab.survey.checkpoints import folders_without_step, measure_checkpoints, saved_models
 from sinklab.survey.compare import Comparison, compare_models
+from sinklab.survey.domains import domain_files, measure_domains
 from sinklab.survey.families import measure_families, sizes
-from sinklab.survey.measure_many import Outcome, domain_files, measure_domains
+from sinklab.survey.measure_many import Outcome
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.open_models import models_of
 from sinklab.survey.request import Request

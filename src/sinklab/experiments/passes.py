@@ -10,7 +10,7 @@ from sinklab.experiments.definition import CellTask, Experiment, MeasuredCell
 from sinklab.measuring.options import Options, Study
 from sinklab.models.huggingface.loading import Loading
 from sinklab.survey.compare import labels
-from sinklab.survey.measure_many import domain_files
+from sinklab.survey.domains import domain_files
 from sinklab.survey.request import Request
 from sinklab.tables import plural
 

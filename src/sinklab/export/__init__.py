@@ -1,0 +1,1 @@
+"""Export of a run as a Hugging Face model directory."""

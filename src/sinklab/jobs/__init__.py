@@ -1,0 +1,1 @@
+"""Resumable jobs, and events that report their progress."""

@@ -1,0 +1,1 @@
+"""Measurements of one model, and surveys: domains, checkpoints, comparisons and families of models."""

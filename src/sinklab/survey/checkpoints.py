@@ -27,7 +27,7 @@ from sinklab.survey.request import Request
 from sinklab.survey.suites import CheckpointsDocument, MeasuredCheckpoint, StepUnit
 from sinklab.train.directory.checkpoint import steps_saved
 
-CHECKPOINTS, CONFIG = "checkpoints.json", "config.json"
+CONFIG = "config.json"
 STEP = re.compile(
     r"(?:(?:^|[^a-z])(?:global[-_]?)?(?:step|checkpoint|ckpt|chck|iter)[-_]?|^(?=\d+k?$))(\d+)(k?)(?![a-z\d]|\.\d)",
     re.I,
@@ -109,7 +109,7 @@ def measure_checkpoints(
 
     header = {"model": name_in_results(model, loading.subfolder), "text": None if text is None else str(text)}
     result_of = partial(Survey, CheckpointsDocument, header, row_of)
-    found = measure_all(items, result_of, out, CHECKPOINTS, observe)
+    found = measure_all(items, result_of, out, CheckpointsDocument.file, observe)
     found.outcome.check_any("checkpoints")
     return found
 

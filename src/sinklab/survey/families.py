@@ -25,7 +25,6 @@ from sinklab.survey.open_models import EVERY, OpenModel, models_of, setting
 from sinklab.survey.request import Request
 from sinklab.survey.suites import FamiliesDocument
 
-FAMILIES = "families.json"
 GB = 10**9
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 PROCESS = 0.5 * GB  # bytes of memory of a process with PyTorch and transformers, as measured
@@ -89,7 +88,7 @@ def measure_families(
     for name, model in models.items():
         decides = deciding_request(name, directory_of(model, models_dir), source, loading, request)
         items.append(Item(name, decides, partial(measure, model)))
-    return measure_all(items, partial(Survey, FamiliesDocument, {}, row_of), out, FAMILIES, observe)
+    return measure_all(items, partial(Survey, FamiliesDocument, {}, row_of), out, FamiliesDocument.file, observe)
 
 
 def published(model: OpenModel, request: Request) -> float | None:

@@ -9,13 +9,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from sinklab.data.sources.corpora import identity
-from sinklab.data.sources.textfiles import text_files
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json
 from sinklab.jobs.ledger import AnyDocument, JobStep, Ledger, check_request, run_steps, unsaved
@@ -23,14 +22,12 @@ from sinklab.jobs.progress import Observer, StepProgress, ignore
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.highest import in_brackets, later_sink_text
 from sinklab.models.hooks import Progress
-from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, name_in_results
-from sinklab.opening import Model, model_files, open_model
+from sinklab.models.huggingface.loading import Loading, name_in_results
+from sinklab.opening import model_files
 from sinklab.outputs import MEASUREMENT, REPORT, check_results
-from sinklab.survey.measure_one import measure_loaded
 from sinklab.survey.request import Request
-from sinklab.survey.suites import DomainsDocument, SuiteDocument
+from sinklab.survey.suites import SuiteDocument
 
-DOMAINS = "domains.json"
 REQUEST = "request.json"
 FILES = "files"
 
@@ -87,7 +84,7 @@ def measure_all(
     document: str,
     observe: Observer = ignore,
     *,
-    prepare: Callable[[Sequence[str]], None] = lambda unfinished: None,
+    prepare: Callable[[Sequence[str]], object] = lambda unfinished: None,
     stop_at_failure: bool = False,
 ) -> AnyDocument:
     """Run the unfinished measurements of a survey, save all results, and return them.
@@ -206,67 +203,3 @@ class Survey:
         rows = {name: self.row_of(name, measured) for name, measured in self.outcome.measured.items()}
         key = str(self.kind.model_fields["measured"].alias)
         return {"schema": 1, **self.header, key: rows, "failed": self.outcome.failed}
-
-
-def measure_domains(
-    model: str,
-    folder: Path | None,
-    request: Request,
-    *,
-    loading: Loading = AS_IT_IS,
-    out: Path | None = None,
-    observe: Observer = ignore,
-) -> Survey:
-    """Measure a model on every .txt and .jsonl file in or below a folder (`domain_files`), and save domains.json.
-
-    A domain has fewer sequences than requested if its file is too short.
-
-    Raises:
-        InputError: see `measure_all` and `Request.check_options`; also if `folder` is not a folder of texts, the inputs
-            are not natural, or all domains fail. If only some fail, the results list them with the reasons.
-        HeldError, UnsavedError: see `measure_all`.
-        SinklabError: see `measure_all` and `open_model`.
-    """
-    if folder is None or not folder.is_dir():
-        got = "" if folder is None else f"; got {folder}"
-        raise InputError(f"--by-domain needs --text FOLDER, a folder of .jsonl or .txt files{got}")
-    if request.options.inputs != "natural":
-        raise InputError(f"--by-domain measures text: remove --inputs {request.options.inputs}")
-    check_name(model)
-    request.check_options()
-    request = request.model_copy(update={"fewer": True})
-    loaded: list[Model] = []
-
-    def prepare(_: Sequence[str]) -> None:
-        loaded.append(open_model(model, loading))
-
-    def measure(file: Path, progress: Progress) -> Measurement:
-        return measure_loaded(loaded[0], file, request, progress)
-
-    place = Path(model).expanduser()
-    items = [
-        Item(name, deciding_request(model, place, text_hash(file), loading, request), partial(measure, file))
-        for name, file in domain_files(folder).items()
-    ]
-    header = {"model": name_in_results(model, loading.subfolder), "text": str(folder)}
-    result_of = partial(Survey, DomainsDocument, header, lambda _, measured: measured.document())
-    domains = measure_all(items, result_of, out, DOMAINS, observe, prepare=prepare)
-    domains.outcome.check_any("domains")
-    return domains
-
-
-def domain_files(folder: Path) -> dict[str, Path]:
-    """Return the .txt and .jsonl files in and below a folder by domain: the file's path in the folder.
-
-    The suffix is removed unless two files differ only in it, or a folder with texts has the same name.
-
-    Raises:
-        InputError: if the folder has no .txt or .jsonl file.
-    """
-    files = text_files(folder)
-    bare = [file.relative_to(folder).with_suffix("").as_posix() for file in files]
-    nested = {parent.as_posix() for name in bare for parent in PurePosixPath(name).parents}
-    return {
-        name if bare.count(name) == 1 and name not in nested else file.relative_to(folder).as_posix(): file
-        for name, file in zip(bare, files, strict=True)
-    }

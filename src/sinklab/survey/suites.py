@@ -1,6 +1,9 @@
-"""Schemas of domains.json, comparison.json, families.json and checkpoints.json, as read by reports."""
+"""Schemas of domains.json, comparison.json, families.json and checkpoints.json, as read by reports.
 
-from typing import Literal
+`file` of a schema is the name of the file.
+"""
+
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -10,6 +13,7 @@ from sinklab.schema import ReadDocument
 class DomainsDocument(ReadDocument):
     """domains.json: measurements of one model on several texts; `measured` and `failed` are by domain."""
 
+    file: ClassVar = "domains.json"
     model: str
     measured: dict[str, dict[str, object]] = Field(alias="domains")
     failed: dict[str, str] = Field(default_factory=dict)
@@ -38,9 +42,10 @@ class ComparisonDocument(ReadDocument):
     Attributes:
         rows: quantities that at least one model has, with differences from the first model.
         measured: measurements by label of the model.
-        failed: always empty, because a failure ends the comparison.
+        failed: always empty, because a failure ends the comparison; reports list the failures of all kinds of suites.
     """
 
+    file: ClassVar = "comparison.json"
     rows: list[ComparedQuantity]
     measured: dict[str, dict[str, object]] = Field(alias="models", min_length=1)
     failed: dict[str, str] = Field(default_factory=dict)
@@ -64,6 +69,7 @@ class FamilyMember(ReadDocument):
 class FamiliesDocument(ReadDocument):
     """families.json: the paper's (2410.10781) open models; `measured` and `failed` are by Hugging Face id."""
 
+    file: ClassVar = "families.json"
     measured: dict[str, FamilyMember] = Field(alias="models")
     failed: dict[str, str] = Field(default_factory=dict)
 
@@ -101,6 +107,7 @@ class MeasuredCheckpoint(ReadDocument):
 class CheckpointsDocument(ReadDocument):
     """checkpoints.json: one model during training; `measured` and `failed` are by key, `step_N` or `tokens_N`."""
 
+    file: ClassVar = "checkpoints.json"
     model: str
     measured: dict[str, MeasuredCheckpoint] = Field(alias="checkpoints")
     failed: dict[str, str] = Field(default_factory=dict)
