@@ -25,6 +25,7 @@ from sinklab.train.directory.run import existing_run, load_run, open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe, build_recipe
 from sinklab.train.replay import replay
+from sinklab.train.update import DivergedError
 
 BASE = {
     "model": {"layers": 1, "width": 16, "heads": 2, "ffn_width": 16, "context": 16},
@@ -152,6 +153,21 @@ def test_an_update_that_overflows_is_reported_as_diverged(rate: float, dataset: 
     )
     with pytest.raises(SinklabError, match=r"diverged at step \d+.*Last checkpoint: .*Try a smaller optim\.lr"):
         trainer.train()
+
+
+def test_a_run_that_diverges_while_it_is_stopped_is_recorded_as_failed(dataset: TokenDataset, tmp_path: Path) -> None:
+    overflowing = {
+        "optim": {"name": "sgd", "lr": 1e38, "weight_decay": 10, "clip": None},
+        "schedule": {"warmup_steps": 0},
+    }
+    run = open_run(recipe(**overflowing, train={"eval_every": 100}), dataset, tmp_path)
+    ended: list[SinklabError | None] = []
+    trainer = Trainer(run, at_end=lambda trainer, error: ended.append(error))
+    trainer.should_stop = lambda: trainer.state.step == 1
+    with pytest.raises(DivergedError, match="non-finite weights") as raised:
+        trainer.train()
+    assert json.loads((tmp_path / "failed.json").read_text())["message"] == str(raised.value)
+    assert ended == [raised.value]
 
 
 def test_lost_evaluations_are_reported(dataset: TokenDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -144,12 +144,13 @@ class Trainer:
         """
         try:
             self.world.only_first(lambda: self.run.failure.unlink(missing_ok=True))
-            outcome = self._train()
-            self.at_end(self, None)
+            try:
+                outcome = self._train()
+                self.at_end(self, None)
+            except StoppedError:
+                self._save()
+                outcome = RunOutcome("stopped", self.state.step)
             return outcome
-        except StoppedError:
-            self._save()
-            return RunOutcome("stopped", self.state.step)
         except SinklabError as error:
             if self.world.is_first and self.run.directory.is_dir():
                 with suppress(SinklabError):  # the disk may be full
