@@ -36,6 +36,14 @@ def test_a_port_in_use_ends_the_process_in_a_sentence(
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_running_out_of_memory_is_not_reported_as_a_lost_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("sinklab.train.world._join", lambda world: None)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"), joined_world():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
 @pytest.mark.parametrize(
     ("cards", "environment", "expected"),
     [

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sinklab.device import pick_device
-from sinklab.errors import InputError, SinklabError
+from sinklab.errors import InputError, SinklabError, is_out_of_memory
 
 T = TypeVar("T")
 E = TypeVar("E", bound=SinklabError)
@@ -158,6 +158,7 @@ def joined_world() -> Iterator[World]:
     Raises:
         InputError: if the ranks or the address of rank 0 in the environment are invalid.
         SinklabError: if the processes cannot connect, another process is lost, or this one fails unexpectedly.
+        Exception: the exception of the `with` block, if this process is out of memory.
     """
     world = _world_of_environment()
     if world.size == 1:
@@ -170,6 +171,8 @@ def joined_world() -> Iterator[World]:
     except SinklabError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise  # reported by `commands/ending.py`
         # gloo reports a broken connection as a RuntimeError that names gloo's source file
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             traceback.print_exc()
