@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, StrictInt, ValidationError
 
@@ -21,7 +21,7 @@ from sinklab.measuring.statistics.highest import later_sink_text
 from sinklab.report.data import ReportData, ReportedRun, Suite, grouped, model_name, recipe_changes
 from sinklab.report.sweeps import Sweep, read_sweep, value_text
 from sinklab.schema import ReadDocument, leaves
-from sinklab.survey.suites import CheckpointsDocument, ComparisonDocument, DomainsDocument, FamiliesDocument
+from sinklab.survey.suites import SuiteDocument
 from sinklab.train.directory.checkpoint import steps_saved
 from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.directory.lock import is_held
@@ -34,12 +34,7 @@ REWRITE = (
     "or leave its folder out"
 )
 
-SUITES = {
-    "domains.json": DomainsDocument,
-    "comparison.json": ComparisonDocument,
-    "families.json": FamiliesDocument,
-    "checkpoints.json": CheckpointsDocument,
-}
+SUITES = {kind.file: kind for kind in get_args(SuiteDocument)}
 
 
 class _ReadTraining(ReadDocument):
