@@ -51,7 +51,6 @@ class Model:
         arrange: function (tokens (N, S) without special tokens, whether to prepend special tokens, seed) -> input
             sequences. For a run, sequences are arranged as in training, with the recipe's fixed and random tokens; seed
             None is the recipe's seed. For Hugging Face models the seed has no effect.
-        files: hash of the model's files (`model_files`); None for a model on the hub.
         commit: commit of the model on the hub; None for a local model, or if the commit is unknown.
         step: training step of a run, also if it was loaded as a Hugging Face model; None for other models.
         planned_steps: total number of training steps of a run; None for Hugging Face models.
@@ -69,7 +68,6 @@ class Model:
     special: tuple[int, ...]
     vocabulary: int
     arrange: Callable[[Tensor, bool, int | None], Tensor]
-    files: str | None
     commit: str | None = None
     step: int | None = None
     planned_steps: int | None = None
@@ -80,6 +78,14 @@ class Model:
     def adapter(self) -> Adapter:
         """Adapter, which gives access to the blocks and attention calls of `module`."""
         return adapt(cast("Any", self.module))
+
+    @cached_property
+    def files(self) -> str | None:
+        """Hash of the model's files (`model_files`); None for a model on the hub.
+
+        Raises InputError if a file cannot be read.
+        """
+        return model_files(Path(self.name))
 
     @property
     def spelled(self) -> Encode:
@@ -133,7 +139,7 @@ def open_model(
 
     Raises:
         InputError: see `check_name`, `check_revision`, `load_pretrained`, `load_run` and `export_run`, for example if
-            the model does not exist or cannot be loaded, or a file of the model cannot be read.
+            the model does not exist or cannot be loaded.
         SinklabError: see `load_run` and `export_run`, for example if no checkpoint of a run is valid.
     """
     check_name(name)
@@ -187,15 +193,14 @@ def _pretrained(name: str, place: str, loading: Loading) -> Model:
         return torch.cat((prefix.expand(len(bare_NS), -1), bare_NS), 1) if bos else bare_NS
 
     return Model(
-        name,
-        loading,
-        loaded.model,
-        loaded.tokenizer,
-        pretrained_encode(loaded.tokenizer),
-        special,
-        min(len(loaded.tokenizer), vocabulary_size(loaded.model)),
-        arrange,
-        model_files(Path(name).expanduser()),
+        name=name,
+        loading=loading,
+        module=loaded.model,
+        tokenizer=loaded.tokenizer,
+        encode=pretrained_encode(loaded.tokenizer),
+        special=special,
+        vocabulary=min(len(loaded.tokenizer), vocabulary_size(loaded.model)),
+        arrange=arrange,
         commit=loaded.commit,
         notes=tuple(loaded.notes),
     )
@@ -230,15 +235,14 @@ def _run(name: str, loading: Loading, step: int | None) -> Model:
         return recipe_and_data(Path(name))[1].valid
 
     return Model(
-        name,
-        loading,
-        run.model.to(where, kind if isinstance(kind, torch.dtype) else None),
-        tokenizer,
-        lambda document: tokenizer.encode_batch([document])[0],
-        (tokenizer.bos_id,) if data.bos else (),
-        tokenizer.vocab_size,
-        arrange,
-        model_files(Path(name).expanduser()),
+        name=name,
+        loading=loading,
+        module=run.model.to(where, kind if isinstance(kind, torch.dtype) else None),
+        tokenizer=tokenizer,
+        encode=lambda document: tokenizer.encode_batch([document])[0],
+        special=(tokenizer.bos_id,) if data.bos else (),
+        vocabulary=tokenizer.vocab_size,
+        arrange=arrange,
         step=run.step,
         planned_steps=run.recipe.train.steps,
         held_out=lambda tokens: validated_on()[:tokens].tolist(),

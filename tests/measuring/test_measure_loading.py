@@ -32,6 +32,14 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
         load_pretrained(str(tmp_path / "nowhere"))
 
 
+@pytest.mark.parametrize("name", ["~/model", "~nobody/model"])
+def test_only_the_shell_expands_a_home_directory(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(InputError, match=f"{name} is neither a directory nor"):
+        load_pretrained(name)
+
+
 def test_a_directory_without_config_is_refused(folder: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(InputError, match=r"no config\.json"):

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from stops import Stops
 from tiny_models import text_file, tiny_model
 
+from sinklab import opening
 from sinklab.assessing.assess_model import assess
 from sinklab.assessing.settings import AssessOptions
 from sinklab.errors import InputError
@@ -67,6 +68,15 @@ def test_a_file_that_cannot_be_read_is_named(model: Path, tmp_path: Path) -> Non
     (place / "config.json").chmod(0)
     with pytest.raises(InputError, match=r"cannot read .*config.json: Permission denied"):
         model_files(place)
+
+
+def test_opening_a_model_does_not_hash_its_files(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[Path] = []
+    monkeypatch.setattr(opening, "sha256_of", lambda path: hashed.append(path) or "")
+    opened = opening.open_model(str(model))
+    assert not hashed
+    assert opened.files
+    assert hashed
 
 
 def test_an_assessment_is_continued_with_a_copy_and_refused_after_a_change(model: Path, tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def _item(
         task = tasks[one.task.name]
         return measure_and_evaluate(model, task, one.task.items, one.text, request, out / folder, progress)
 
-    place = Path(chosen.name).expanduser()
+    place = Path(chosen.name)
     decides = deciding_request(chosen.name, place, source, chosen.loaded_by(loaded.loading), request)
     if one.task is not None:
         task = tasks[one.task.name]

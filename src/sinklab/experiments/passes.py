@@ -73,8 +73,8 @@ def model_choice(given: str, cell: MeasuredCell) -> ModelChoice:
     """
     name, _, revision = given.rpartition("@") if "@" in given and not Path(given).exists() else (given, "", "")
     revision = revision or cell.revision or ""
-    if revision and Path(name).expanduser().is_dir():
-        folder = Path(name).expanduser() / revision
+    if revision and Path(name).is_dir():
+        folder = Path(name) / revision
         if not folder.is_dir():
             raise InputError(
                 f"{name} has no folder {revision}: the revision of a model directory is the name of a folder in it; "
@@ -247,7 +247,7 @@ def download_of(models: Sequence[ModelChoice]) -> str:
 
     The size is estimated from the parameter counts in the names, at two bytes per parameter.
     """
-    remote = [model for model in models if not Path(model.name).expanduser().exists()]
+    remote = [model for model in models if not Path(model.name).exists()]
     if not remote:
         return f"{plural(len(models), 'model')}, all on this machine"
     said = [PARAMETERS.search(str(model).rpartition("/")[2]) for model in remote]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from sinklab.data.sources.corpora import documents
-from sinklab.data.sources.textfiles import Render, plain_conversation, read_documents, read_pieces, text_files
+from sinklab.data.sources.textfiles import Render, expanded, plain_conversation, read_documents, read_pieces, text_files
 from sinklab.data.spelling import Spelled
 from sinklab.errors import InputError
 from sinklab.models.adapter import type_text
@@ -161,7 +161,7 @@ class _Cutter:
 
     def sequences(self, text: Path) -> Iterator[Sequence[int]]:
         """Yield the sequences of a file or another source of documents; from a folder, one from each file in turn."""
-        here = text.expanduser()
+        here = expanded(str(text))
         if not here.exists():
             yield from self._of_documents(documents(str(text), render=self.render))
             return

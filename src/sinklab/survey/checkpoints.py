@@ -129,7 +129,7 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
             mixed, or there are no checkpoints.
     """
     check_name(model)
-    folder = Path(model).expanduser()
+    folder = Path(model)
     named: list[tuple[str, str, str | None, Path | None]]
     if revisions:
         check_revision(model, revisions[0])

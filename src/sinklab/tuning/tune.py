@@ -168,7 +168,7 @@ def _check_free(out: Path, model: str) -> None:
     Raises:
         InputError: if `out` is inside that directory, or contains an output of a tuning run but no sft.json.
     """
-    place = Path(model).expanduser()
+    place = Path(model)
     if place.is_dir() and out.resolve().is_relative_to(place.resolve()):
         raise InputError(f"{out} is inside the directory of the model: choose an --out outside it")
     is_tuning = (out / SFT).is_file() and (out / SFT).stat().st_size

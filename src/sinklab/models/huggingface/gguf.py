@@ -99,7 +99,7 @@ def find_gguf(name_or_dir: str) -> Path | None:
     Raises:
         InputError: if the name ends in .gguf and does not exist, or the directory has several .gguf files.
     """
-    path = Path(name_or_dir).expanduser()
+    path = Path(name_or_dir)
     if path.suffix.lower() == SUFFIX and not path.is_dir():
         if not path.is_file():
             raise InputError(f"there is no file {name_or_dir}: pass the path of a .gguf file")

@@ -182,7 +182,7 @@ def _find(name: str, loading: Loading) -> _Source:
     options: dict[str, Any] = {"trust_remote_code": loading.trust_remote_code, "revision": loading.revision}
     if (path := find_gguf(name)) is not None:
         return _Source(name, str(path.parent), options | {"gguf_file": str(path)}, read_header(path))
-    folder = Path(name).expanduser()
+    folder = Path(name)
     if not folder.is_dir():
         check_name(name)
         inside = {} if loading.subfolder is None else {"subfolder": loading.subfolder}
@@ -263,7 +263,7 @@ def check_name(name_or_dir: str) -> None:
     Raises:
         InputError: if the name is none of these; the message says what is valid.
     """
-    folder = Path(name_or_dir).expanduser()
+    folder = Path(name_or_dir)
     maybe_on_hub = HUB_NAME.fullmatch(name_or_dir) and not folder.exists()
     if name_or_dir and (folder.is_dir() or folder.suffix.lower() == ".gguf" or maybe_on_hub):
         return
@@ -290,7 +290,7 @@ def in_subfolder(name: str, subfolder: str | None) -> str:
     parts = PurePosixPath(subfolder).parts
     if not parts or subfolder.startswith("/") or ".." in parts:
         raise InputError(f"--subfolder {subfolder!r}: use a relative path inside {name}, such as checkpoints/final")
-    place = Path(name).expanduser()
+    place = Path(name)
     if place.is_file():
         raise InputError(f"--subfolder {subfolder}: {name} is a file; pass the directory, or leave --subfolder out")
     return str(Path(name, *parts)) if place.is_dir() else name
@@ -325,7 +325,7 @@ def _with_tokenizer(source: _Source, subfolder: str | None) -> _Source:
         InputError: if a local model has no tokenizer files, unless `trust_remote_code` is set. transformers would
             silently create an empty tokenizer.
     """
-    folder = Path(source.place).expanduser()
+    folder = Path(source.place)
     if source.gguf is not None:
         return source
     if not folder.is_dir():
@@ -350,7 +350,7 @@ def _with_tokenizer(source: _Source, subfolder: str | None) -> _Source:
 
 
 def _is_local(name: str) -> bool:
-    return Path(name).expanduser().exists()
+    return Path(name).exists()
 
 
 def advice(error: Exception, place: str, revision: str | None, gguf: str | None) -> str:
@@ -372,7 +372,7 @@ def advice(error: Exception, place: str, revision: str | None, gguf: str | None)
         what = "install the missing package"
     elif gguf is not None:
         what = f"transformers cannot read this gguf file of architecture {gguf!r}"
-    elif Path(place).expanduser().is_dir():
+    elif Path(place).is_dir():
         what = "check that the directory is complete"
     else:
         revised = "" if revision is None else ", the revision"
