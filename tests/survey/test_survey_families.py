@@ -148,13 +148,11 @@ def test_families_can_be_added_call_by_call_with_the_same_settings_only(
         measure_families(["pythia"], text, Request(sequences=3, length=8), models_dir=models_dir, out=tmp_path)
 
 
-def test_sizes_come_from_a_configuration_that_is_there_and_else_from_the_list(models_dir: Path) -> None:
+def test_sizes_on_disk_are_those_of_the_files_that_are_there(models_dir: Path) -> None:
     found = {size.model: size for size in sizes(["gpt2"], PAPERS, models_dir=models_dir, dtype="bfloat16")}
     here, listed = found["openai-community/gpt2"], found["openai-community/gpt2-medium"]
-    model = hf.AutoModelForCausalLM.from_pretrained(models_dir / "gpt2")
-    assert (here.counted, here.parameters) == ("config", sum(p.numel() for p in model.parameters()))
     assert here.disk_gb == (models_dir / "gpt2" / "model.safetensors").stat().st_size / 1e9
-    assert (listed.counted, listed.parameters) == ("list", 354823168)
+    assert listed.parameters == 354823168
     assert listed.float32_gb == 2 * listed.bfloat16_gb == pytest.approx(1.419, abs=1e-3)
     assert listed.peak_gb > listed.bfloat16_gb + listed.disk_gb  # read from a float32 checkpoint
     assert found["openai-community/gpt2-xl"].published == 77.0

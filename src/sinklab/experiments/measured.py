@@ -343,9 +343,8 @@ def published_numbers(experiment: Experiment, name: str, cell: MeasuredCell, giv
         name: name of the cell in the experiment.
         given: model as passed by the user: Hugging Face id or path.
     """
-    model, wanted = paper_model(given), setting()
-    same = (cell.sequences, cell.length, cell.eps) == (wanted.sequences, wanted.length, wanted.eps)
-    if model is None or not same:
+    model = paper_model(given)
+    if model is None or not setting().applies(cell.sequences, cell.length, [cell.eps]):
         return {}
     if experiment.published is not None and experiment.published.model is not None:
         of_this = model.id.lower().endswith(f"/{experiment.published.model.lower()}")

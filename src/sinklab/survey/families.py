@@ -93,9 +93,7 @@ def measure_families(
 
 def published(model: OpenModel, request: Request) -> float | None:
     """Return the published Sink_1 of a model, percent; None if the paper has none for these settings."""
-    wanted = setting()
-    same = (request.sequences, request.length) == (wanted.sequences, wanted.length)
-    same = same and wanted.eps in request.options.eps
+    same = setting().applies(request.sequences, request.length, request.options.eps)
     changed = request.no_bos or request.bos or request.study.swap_position or request.study.replace_position
     return model.published.get(request.options.inputs) if same and not changed else None
 
@@ -121,8 +119,6 @@ class Size:
     Attributes:
         model, family: Hugging Face id and family in open_models.yaml.
         parameters: number of parameters, with tied embeddings counted once.
-        counted: source of `parameters`: "config" (a configuration in the directory or the Hugging Face cache) or
-            "list" (open_models.yaml).
         disk_gb: size of the .safetensors files in the model's directory. If there are none, size of the parameters in
             the dtype of the checkpoint on the hub.
         float32_gb, bfloat16_gb: size of the weights in memory, in float32 and in bfloat16 or float16.
@@ -134,7 +130,6 @@ class Size:
     model: str
     family: str
     parameters: int
-    counted: str
     disk_gb: float
     float32_gb: float
     bfloat16_gb: float
@@ -167,8 +162,7 @@ def sizes(
     found = []
     for model in models_of(names):
         directory = directory_of(model, models_dir)
-        counted = parameters_of_config(str(directory or model.id))
-        parameters, in_memory = counted or model.parameters, dtype
+        parameters, in_memory = model.parameters, dtype
         if dtype == "auto":
             in_memory = str(float32_if_emulated(getattr(torch, model.dtype), where)).removeprefix("torch.")
         files = [] if directory is None else list(directory.glob("*.safetensors"))
@@ -184,7 +178,6 @@ def sizes(
             model=model.id,
             family=model.family,
             parameters=parameters,
-            counted="config" if counted else "list",
             disk_gb=disk / GB,
             float32_gb=parameters * BYTES["float32"] / GB,
             bfloat16_gb=parameters * BYTES["bfloat16"] / GB,
@@ -193,23 +186,3 @@ def sizes(
         )
         found.append(size)
     return found
-
-
-def parameters_of_config(name: str) -> int | None:
-    """Count the parameters of a model, tied weights once, from its local configuration, on the meta device.
-
-    Args:
-        name: directory, or Hugging Face id with a cached configuration.
-
-    Returns:
-        None if there is no configuration, or transformers does not support it.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(name, local_files_only=True)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError):
-        return None
-    return sum(parameter.numel() for parameter in model.parameters())

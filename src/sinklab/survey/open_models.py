@@ -1,14 +1,14 @@
 """Load `open_models.yaml`: the open models that the paper (2410.10781) measures, with sizes and sink rates."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field
 
 from sinklab.errors import InputError
+from sinklab.files import parse_yaml
 from sinklab.schema import Part
 
 FILE = "open_models.yaml"
@@ -21,6 +21,10 @@ class Setting(Part):
     sequences: int
     length: int
     eps: float
+
+    def applies(self, sequences: int, length: int, eps: Collection[float]) -> bool:
+        """Return whether a measurement has these settings; `eps` are its thresholds of the sink rate."""
+        return (sequences, length) == (self.sequences, self.length) and self.eps in eps
 
 
 class OpenModel(Part):
@@ -75,4 +79,4 @@ def models_of(names: Sequence[str]) -> list[OpenModel]:
 
 def _document() -> dict[str, Any]:
     file = resources.files("sinklab") / "survey" / FILE
-    return yaml.safe_load(file.read_text(encoding="utf-8"))
+    return parse_yaml(file.read_text(encoding="utf-8"))

@@ -141,7 +141,7 @@ def print_sizes(found: "Sequence[Size]", dtype: str, console: Console) -> None:
     rows: list[list[Value]] = [
         [
             size.model.rpartition("/")[2],
-            TableCell(size.parameters / 1e6, "*" if size.counted == "config" else ""),
+            size.parameters / 1e6,
             size.disk_gb,
             size.float32_gb,
             size.bfloat16_gb,
@@ -151,9 +151,8 @@ def print_sizes(found: "Sequence[Size]", dtype: str, console: Console) -> None:
         for size in found
     ]
     rows.append([f"{len(found)} models", "", sum(size.disk_gb for size in found), "", "", "", ""])
-    notes = ["* computed from the local configuration"] if any(size.counted == "config" for size in found) else []
     title = f"Size on disk and in memory in GB (10^9 bytes); the peak is approximate, in dtype {dtype}"
-    print_table(Table(title, columns, rows, notes), console)
+    print_table(Table(title, columns, rows), console)
 
 
 def print_parity(parity: "Parity", console: Console) -> None:
