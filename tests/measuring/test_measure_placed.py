@@ -13,6 +13,7 @@ from closeness import assert_same_rates
 import sinklab
 from sinklab.errors import InputError
 from sinklab.measuring.options import Options
+from sinklab.model.huggingface import SinklabConfig, SinklabForCausalLM
 from sinklab.models.huggingface.loading import Loading
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
@@ -80,6 +81,22 @@ def test_a_model_whose_weights_lie_on_disk_is_measured(family: str, tmp_path: Pa
     found = sinklab.measure(offloaded, TOKENS)
     assert_same_rates(found, expected.sink_rate)
     assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_a_sinklab_model_must_be_on_one_device(whole: bool, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate (extra quantised)")
+    recipe = {"layers": 2, "width": 16, "heads": 2, "vocab_size": 64, "attention": {"bias": {"kind": "k"}}}
+    model: Any = SinklabForCausalLM(SinklabConfig(recipe)).eval()
+    if whole:
+        accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+    else:
+        places = {"": "cpu", "transformer.blocks.1": "disk"}
+        accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
+    for use in (model, lambda tokens: sinklab.measure(model, tokens)):
+        with pytest.raises(InputError, match="meta: load all of them onto one device, without device_map"):
+            use(TOKENS)
 
 
 def test_a_model_without_weights_is_refused() -> None:

@@ -276,7 +276,7 @@ def test_an_exported_model_with_its_own_code_is_refused_because_a_copy_is_measur
 def test_a_model_without_weights_is_refused(ours: bool) -> None:
     with torch.device("meta"):
         model: Any = _learnable() if ours else hf.AutoModelForCausalLM.from_config(FAMILIES["llama"]())
-    with pytest.raises(InputError, match="has no weights"):
+    with pytest.raises(InputError, match=r"has no weights|are on meta: load all of them onto one device"):
         adapt(model)
 
 

@@ -20,7 +20,7 @@ from sinklab.model.llama import SIZES
 from sinklab.model.loss import IGNORED
 from sinklab.model.past import Past
 from sinklab.model.position import DistanceTerm
-from sinklab.model.transformer import Transformer
+from sinklab.model.transformer import Transformer, check_on_one_device
 
 MODEL_TYPE = "sinklab"
 CACHE = next(field.name for field in fields(CausalLMOutputWithPast) if field.name in ("cache", "past_key_values"))
@@ -140,10 +140,11 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
                 ignored, such as `position_ids`: a token's position is its index in the sequence without padding.
 
         Raises:
-            InputError: see `padding_of`. Also if embeddings are passed instead of tokens, if attention matrices or
-                hidden states are requested, if labels are passed with `logits_to_keep`, if the KV cache is not empty
-                and of another class, or if there are more tokens than learned positional embeddings.
+            InputError: see `padding_of` and `check_on_one_device`. Also if embeddings are passed instead of tokens, if
+                attention matrices or hidden states are requested, if labels are passed with `logits_to_keep`, if the KV
+                cache is not empty and of another class, or if there are more tokens than learned positional embeddings.
         """
+        check_on_one_device(self)
         if others.get("inputs_embeds") is not None:
             raise InputError("a sinklab model needs tokens: pass input_ids, not inputs_embeds")
         if others.get("output_attentions") or others.get("output_hidden_states"):

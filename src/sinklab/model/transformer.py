@@ -25,6 +25,23 @@ from sinklab.model.past import Past
 from sinklab.model.position import Absolute, Distance, DistanceTerm, Learnable, Rotary, rotary_tables, sinusoid
 
 
+def check_on_one_device(model: nn.Module) -> None:
+    """Check that all weights of a sinklab model are on one device.
+
+    accelerate loads offloaded weights when their module is called. A sinklab model also reads weights of modules that
+    are not called, such as attention biases, and would use wrong values.
+
+    Raises:
+        InputError: if the weights are on several devices or on the meta device.
+    """
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1 or torch.device("meta") in devices:
+        raise InputError(
+            f"the weights of the sinklab model are on {' and '.join(sorted(map(str, devices)))}: load all of them onto "
+            "one device, without device_map or --device map"
+        )
+
+
 class OrthogonalMap(nn.Linear):
     """Square projection of the embeddings or of the LM head's input, initially orthogonal (2506.19697)."""
 

@@ -51,7 +51,7 @@ def adapt(model: LanguageModel) -> Adapter:
     """Return the `Adapter` of a sinklab or Hugging Face model; for a SinklabForCausalLM, that of its transformer.
 
     Raises:
-        InputError: if `model` is neither, or its weights are on the meta device.
+        InputError: if `model` is neither, its weights are on the meta device, or a sinklab model is on several devices.
     """
     own = own_transformer(model)
     if own is not None:

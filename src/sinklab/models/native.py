@@ -22,7 +22,7 @@ from sinklab.model.config import ModelConfig
 from sinklab.model.gate import OutputGating, ValueGating, ValueScaling
 from sinklab.model.loss import next_token_loss
 from sinklab.model.position import Absolute, Learnable, PositionKind, Rotary, frequencies, rotate, rotate_first
-from sinklab.model.transformer import Transformer
+from sinklab.model.transformer import Transformer, check_on_one_device
 from sinklab.models.families import family_of
 from sinklab.models.hooks import NO_CACHE, FirstColumns, hooked
 from sinklab.models.intercept import Compute, Edit, intercept
@@ -344,15 +344,20 @@ def own_transformer(model: Any) -> Transformer | None:
 
     If the model was loaded with its exported code (`trust_remote_code`), the class of its transformer is defined there.
     The result is then a copy of the transformer with sinklab's class, in evaluation mode.
+
+    Raises:
+        InputError: if its weights are on several devices or on the meta device.
     """
     if isinstance(model, Transformer):
-        return model
-    if not isinstance(model, nn.Module) or not is_exported(model):
+        held = model
+    else:
+        held = getattr(model, "transformer", None) if isinstance(model, nn.Module) and is_exported(model) else None
+    if not isinstance(held, nn.Module):
         return None
-    config, held = cast("Any", model.config), getattr(model, "transformer", None)
-    if isinstance(held, Transformer) or not isinstance(held, nn.Module):
-        return held if isinstance(held, Transformer) else None
+    check_on_one_device(held)
+    if isinstance(held, Transformer):
+        return held
     first = next(held.parameters())
-    own = Transformer(ModelConfig.model_validate(config.model)).to(first.device, first.dtype)
+    own = Transformer(ModelConfig.model_validate(cast("Any", model.config).model)).to(first.device, first.dtype)
     own.load_state_dict(held.state_dict())
     return own.eval()
