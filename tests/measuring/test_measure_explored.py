@@ -59,6 +59,14 @@ def test_of_padded_sequences_the_real_tokens_are_read() -> None:
     check(found, read_eagerly(model, eager, tokens[:1, 3:]).attention[0])
 
 
+def test_a_sequence_of_one_token_has_no_positions_to_compare() -> None:
+    tokens = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[0, 1:] = 0
+    with pytest.raises(InputError, match="the first sequence has one token"):
+        measure(pair_of("llama")[0], tokens, explore=True, attention_mask=mask)
+
+
 def test_the_measurement_itself_is_unchanged() -> None:
     model, tokens = own_model("softmax"), own_tokens()
     plain, explored = measure(model, tokens), measure(model, tokens, explore=True)

@@ -95,8 +95,11 @@ def explore(
             with this collector.
 
     Raises:
+        InputError: if the sequence has fewer than two tokens.
         SinklabError: if attention cannot be recorded, or another thread probes or intercepts the model.
     """
+    if len(tokens_T) < 2:
+        raise InputError("explore compares positions, but the first sequence has one token: pass a longer sequence")
     tokens_1S = tokens_T[None, :MOST_TOKENS]
     real, collector = real_tokens(F.pad(torch.ones_like(tokens_1S), (adapter.leading, 0))), MapsCollector(heads)
     with evaluating(adapter.module), recording(collector) as records:
