@@ -11,7 +11,7 @@ from conftest import Run
 from rich.console import Console
 from tiny_models import text_file, tiny_model
 
-from sinklab.commands.terminal.progress import DataBoard, JobProgress, RunBoard, elapsed
+from sinklab.commands.terminal.progress import DataDisplay, JobProgress, RunDisplay, elapsed
 from sinklab.experiments.sweep.engine import Event
 from sinklab.jobs.progress import JobEvent, StepProgress
 from sinklab.measuring.options import Study
@@ -47,20 +47,20 @@ def survey(console: Console, clock: Clock) -> Callable[[int], Any]:
 
 
 def data(console: Console, clock: Clock) -> Callable[[int], Any]:
-    board = DataBoard(console, clock)
-    board("tokens", 0, 100 * 10**6)
-    board.counted(0)
+    display = DataDisplay(console, clock)
+    display("tokens", 0, 100 * 10**6)
+    display.counted(0)
 
     def move(second: int) -> None:
-        board.counted(second * 500)
-        board("tokens", second * 10**6, 100 * 10**6)
+        display.counted(second * 500)
+        display("tokens", second * 10**6, 100 * 10**6)
 
     return move
 
 
 def run(console: Console, clock: Clock) -> Callable[[int], Any]:
-    board = RunBoard(console, {"tiny-0": 100}, clock)
-    return lambda second: board.watch(Event("tiny-0", "step", second))
+    display = RunDisplay(console, {"tiny-0": 100}, clock)
+    return lambda second: display.watch(Event("tiny-0", "step", second))
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,13 @@ def silent_step(console: Console, clock: Clock) -> Any:
 
 
 def silent_data(console: Console, clock: Clock) -> Any:
-    return DataBoard(console, clock)
+    return DataDisplay(console, clock)
 
 
 def silent_runs(console: Console, clock: Clock) -> Any:
-    board = RunBoard(console, {"tiny-0": 100}, clock)
-    board.watch(Event("tiny-0", "ready", 40))
-    return board
+    display = RunDisplay(console, {"tiny-0": 100}, clock)
+    display.watch(Event("tiny-0", "ready", 40))
+    return display
 
 
 @pytest.mark.parametrize(

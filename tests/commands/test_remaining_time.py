@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sinklab.commands.terminal.progress import RunBoard, duration, short_duration
+from sinklab.commands.terminal.progress import RunDisplay, duration, short_duration
 from sinklab.experiments.sweep.engine import Event
 
 STEPS, EVAL_EVERY = 100, 10
@@ -40,62 +40,62 @@ def events(name: str, until: int, clock: Clock) -> list[tuple[float, Event]]:
 @pytest.mark.parametrize(("other", "updates"), [("ready", 145), ("failed", 45)])
 def test_the_time_left_is_that_of_all_runs_with_their_evaluations(other: Any, updates: int) -> None:
     clock = Clock()
-    with RunBoard(Console(file=io.StringIO()), dict.fromkeys("ab", STEPS), clock) as board:
-        board.watch(Event("b", other, 0, message="no more memory"))
+    with RunDisplay(Console(file=io.StringIO()), dict.fromkeys("ab", STEPS), clock) as display:
+        display.watch(Event("b", other, 0, message="no more memory"))
         for now, event in events("a", 55, clock):
             clock.now = now
-            board.watch(event)
-        assert board.seconds_left() == pytest.approx(updates * (UPDATE + EVALUATION / EVAL_EVERY), rel=0.05)
+            display.watch(event)
+        assert display.seconds_left() == pytest.approx(updates * (UPDATE + EVALUATION / EVAL_EVERY), rel=0.05)
 
 
 def test_a_run_that_is_continued_is_not_timed_from_its_beginning() -> None:
     clock = Clock()
-    with RunBoard(Console(file=io.StringIO()), {"one": STEPS}, clock) as board:
+    with RunDisplay(Console(file=io.StringIO()), {"one": STEPS}, clock) as display:
         clock.now = 1000.0
-        board.watch(Event("one", "ready", 70))
-        assert board.seconds_left() is None
+        display.watch(Event("one", "ready", 70))
+        assert display.seconds_left() is None
         for step in range(71, 81):
             clock.now += UPDATE
-            board.watch(Event("one", "step", step))
-        assert board.seconds_left() == 20 * UPDATE
+            display.watch(Event("one", "step", step))
+        assert display.seconds_left() == 20 * UPDATE
 
 
 def test_updates_made_before_they_were_watched_do_not_raise_the_speed() -> None:
     clock, kept = Clock(), [f"kept {number}" for number in range(63)]
     new = [f"new {number}" for number in range(82)]
-    with RunBoard(Console(file=io.StringIO()), dict.fromkeys([*kept, "held", *new], STEPS), clock) as board:
+    with RunDisplay(Console(file=io.StringIO()), dict.fromkeys([*kept, "held", *new], STEPS), clock) as display:
         for name in kept:
-            board.watch(Event(name, "done", STEPS))
+            display.watch(Event(name, "done", STEPS))
         for step in range(STEPS):  # evaluated by another process before
-            board.watch(Event("held", "row", step, ROW))
-        assert board.seconds_left() is None
+            display.watch(Event("held", "row", step, ROW))
+        assert display.seconds_left() is None
         for now, event in events(new[0], STEPS, clock):
             clock.now = now
-            board.watch(event)
-        assert board.seconds_left() == pytest.approx(81 * STEPS * (UPDATE + EVALUATION / EVAL_EVERY), rel=0.05)
+            display.watch(event)
+        assert display.seconds_left() == pytest.approx(81 * STEPS * (UPDATE + EVALUATION / EVAL_EVERY), rel=0.05)
 
 
 def test_a_failed_run_does_not_discard_the_observed_speed() -> None:
     clock = Clock()
-    with RunBoard(Console(file=io.StringIO()), dict.fromkeys("abc", STEPS), clock) as board:
+    with RunDisplay(Console(file=io.StringIO()), dict.fromkeys("abc", STEPS), clock) as display:
         for now, event in events("a", 55, clock):
             clock.now = now
-            board.watch(event)
-        board.watch(Event("b", "failed", 0, message="no more memory"))
-        assert board.seconds_left() == pytest.approx(145 * (UPDATE + EVALUATION / EVAL_EVERY), rel=0.05)
+            display.watch(event)
+        display.watch(Event("b", "failed", 0, message="no more memory"))
+        assert display.seconds_left() == pytest.approx(145 * (UPDATE + EVALUATION / EVAL_EVERY), rel=0.05)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_the_board_says_after_some_steps_when_all_will_be_done_and_keeps_saying_it(terminal: bool) -> None:
     printed, clock = io.StringIO(), Clock()
     console = Console(file=printed, width=200, force_terminal=terminal)
-    with RunBoard(console, {"a": 1000, "b": 1000}, clock) as board:
+    with RunDisplay(console, {"a": 1000, "b": 1000}, clock) as display:
         for step in range(300):
             for name in "ab":
-                board.watch(Event(name, "step" if step else "ready", step))
+                display.watch(Event(name, "step" if step else "ready", step))
             clock.now += 1.0
             if terminal:
-                board.progress.refresh()
+                display.progress.refresh()
     said = re.findall(r"about (\d+) min left", printed.getvalue())
     assert said[0] in ("16", "17")
     assert said[-1] in ("11", "12")
@@ -108,10 +108,10 @@ def test_the_board_says_after_some_steps_when_all_will_be_done_and_keeps_saying_
 def lines_of_a_run(width: int) -> list[str]:
     """Lines printed for a run of 100 steps without a terminal."""
     printed, clock = io.StringIO(), Clock()
-    with RunBoard(Console(file=printed, width=width), {"one": STEPS}, clock) as board:
+    with RunDisplay(Console(file=printed, width=width), {"one": STEPS}, clock) as display:
         for now, event in events("one", 100, Clock()):
             clock.now = now
-            board.watch(event)
+            display.watch(event)
     return printed.getvalue().splitlines()
 
 

@@ -2,15 +2,18 @@
 
 import re
 from io import StringIO
+from pathlib import Path
 
 import pytest
 import torch
 from made_measurement import made_measurement
 from rich.console import Console
 
-from sinklab.commands.terminal.results import print_claims, print_measurement, print_sizes
-from sinklab.commands.terminal.tables import print_table
+from sinklab.commands.terminal.progress import RunDisplay
+from sinklab.commands.terminal.results import print_claims, print_measurement, print_replay, print_sizes
+from sinklab.commands.terminal.tables import print_table, print_text
 from sinklab.experiments.documents import JudgedClaim
+from sinklab.experiments.sweep.engine import Event
 from sinklab.measuring.accumulate import Accumulator, measurement_from
 from sinklab.measuring.batches import Cost
 from sinklab.measuring.measurement import Measurement
@@ -19,6 +22,7 @@ from sinklab.measuring.records import Batch
 from sinklab.report.result_tables import measurement_tables
 from sinklab.survey.families import Size
 from sinklab.tables import Table, TableCell, TableColumn, markdown, names, number_text
+from sinklab.train.replay import Replay
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -52,6 +56,26 @@ def test_a_measurement_has_every_number_whole_at_any_width(width: int) -> None:
     assert set(NUMBER.findall(wide)) <= set(NUMBER.findall(narrow))
     assert "…" not in narrow
     assert max(map(len, narrow.splitlines())) <= width
+
+
+def test_a_text_is_printed_as_it_is_without_markup_and_control_sequences() -> None:
+    text = "[bold]one\x1b[2J[/a] " + "and more " * 20
+    assert shown(40, lambda console: print_text(f"{text}\nof two lines", console)) == (
+        text.replace("\x1b", "�") + "\nof two lines\n"
+    )
+
+
+def test_a_replay_from_a_folder_named_like_markup_is_printed() -> None:
+    replay = Replay(3, Path("runs/[/a]/step_2"), 1, 2.5, 0.5, {"head": 0.5}, None)
+    assert "step 3 from runs/[/a]/step_2" in shown(80, lambda console: print_replay(replay, console))
+
+
+def test_a_run_named_like_a_control_sequence_does_not_steer_the_terminal() -> None:
+    out = StringIO()
+    with RunDisplay(Console(file=out, width=100, force_terminal=True, color_system=None), {"a\x1b[41m": 9}) as display:
+        display.watch(Event("a\x1b[41m", "failed", 3, message="\x1b[42mdiverged"))
+    assert "\x1b[41m" not in out.getvalue()
+    assert "\x1b[42m" not in out.getvalue()
 
 
 @pytest.mark.parametrize("width", [60, 80])

@@ -13,6 +13,7 @@ from sampling import one_in
 from sweeps import EXPERIMENT, write_experiment
 
 from sinklab.commands import reproducing
+from sinklab.experiments import shipped
 from sinklab.experiments.documents import SUMMARY
 from sinklab.train.directory.lock import LOCK, lock_run
 
@@ -177,8 +178,9 @@ def test_runs_in_emulated_bf16_are_preceded_by_a_warning(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": native}, raising=False)
     base = Path("small.yaml")
     base.write_text(base.read_text().replace("fp32", "bf16"))
-    for dry in (["--dry-run"], []):
-        status, _, err = run("reproduce", "mine.yaml", *OPTIONS, "--seeds", 1, *dry)
+    monkeypatch.setattr(shipped, "experiment_ids", lambda: ["mine.yaml"])
+    for arguments in (["mine.yaml", "--dry-run"], ["mine.yaml"], ["all"]):
+        status, _, err = run("reproduce", *arguments, *OPTIONS, "--seeds", 1)
         assert status == 0
         assert err.count("this CPU has no instructions for it: training takes many times as long") == (not native)
     status, _, err = run("train", base, "--set", "data.source=text.jsonl", "--out", "run")

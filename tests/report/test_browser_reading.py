@@ -21,6 +21,7 @@ from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.report.page import write_report
 from sinklab.survey.compare import Comparison
+from sinklab.survey.measure_many import Outcome
 
 pytestmark = pytest.mark.browser
 
@@ -48,7 +49,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
     documents = {name: one.document() for name, one in measured.items()}
     for kind, document in (
-        ("compare", Comparison("text", measured).document()),
+        ("compare", Comparison("text", Outcome(measured)).document()),
         ("domains", {"schema": 1, "model": "a_model", "domains": documents}),
     ):
         for name, one in measured.items():

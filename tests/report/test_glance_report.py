@@ -228,7 +228,7 @@ def test_runs_that_do_not_say_with_what_they_were_trained_are_counted(tmp_path: 
 
 def test_packed_results_say_the_same_and_their_readme_begins_with_the_statements(tmp_path: Path) -> None:
     top = with_environments(judge_the_paper(make_sweep(tmp_path / "runs")))
-    packed = pack_sweep([top], tmp_path / "tiny")
+    packed = pack_sweep(collect([top]), tmp_path / "tiny")
     assert origins(collect([packed]).sweeps) == origins(collect([top]).sweeps)
     text = (packed / "README.md").read_text(encoding="utf-8")
     assert "core-hours; Start date: 2026-11-23; Commit: af2904885c; sinklab: 0.1.0; Python: 3.11.7" in text
@@ -247,5 +247,7 @@ def test_packed_results_say_the_same_and_their_readme_begins_with_the_statements
 
 
 def test_a_readme_without_these_claims_has_the_claims_alone(tmp_path: Path) -> None:
-    packed = pack_sweep([make_sweep(tmp_path / "runs", {"table_6": EXPERIMENTS["table_6"]})], tmp_path / "tiny")
+    packed = pack_sweep(
+        collect([make_sweep(tmp_path / "runs", {"table_6": EXPERIMENTS["table_6"]})]), tmp_path / "tiny"
+    )
     assert "at a glance" not in (packed / "README.md").read_text(encoding="utf-8")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import Run
 from report_fixtures import make_lab
 from sweep_fixtures import CELLS, EXPERIMENTS, make_sweep
 
@@ -38,7 +39,7 @@ def sweep_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def packed(sweep_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pack_sweep([sweep_folder], tmp_path_factory.mktemp("results") / "tiny")
+    return pack_sweep(collect([sweep_folder]), tmp_path_factory.mktemp("results") / "tiny")
 
 
 def test_a_packed_sweep_has_what_its_runs_found_in_a_few_files_and_no_weights(sweep_folder: Path, packed: Path) -> None:
@@ -63,7 +64,7 @@ def test_only_the_manifests_of_the_summary_are_packed(sweep_folder: Path, packed
     shutil.copytree(sweep_folder, tmp_path / "tiny")
     manifest = (sweep_folder / "asked" / "table_4.json").read_text()
     (tmp_path / "tiny" / "asked" / "of_another_text.json").write_text(manifest)
-    again = pack_sweep([tmp_path / "tiny"], tmp_path / "packed")
+    again = pack_sweep(collect([tmp_path / "tiny"]), tmp_path / "packed")
     assert set(contents(again)) == set(contents(packed))
 
 
@@ -124,7 +125,7 @@ def test_a_packed_sweep_reads_as_the_sweep_it_was_made_from(sweep_folder: Path, 
 
 
 def test_what_is_edited_in_a_packed_sweep_is_noticed(sweep_folder: Path, tmp_path: Path) -> None:
-    packed = pack_sweep([sweep_folder], tmp_path / "tiny")
+    packed = pack_sweep(collect([sweep_folder]), tmp_path / "tiny")
     file = packed / "table_6" / "metrics.jsonl.gz"
     lines = gzip.decompress(file.read_bytes()).decode().splitlines(keepends=True)
     number, row = next(
@@ -141,11 +142,11 @@ def test_what_is_edited_in_a_packed_sweep_is_noticed(sweep_folder: Path, tmp_pat
 def test_packing_again_gives_the_same_bytes_and_takes_away_what_is_no_longer_there(
     sweep_folder: Path, tmp_path: Path
 ) -> None:
-    out = pack_sweep([sweep_folder], tmp_path / "tiny")
+    out = pack_sweep(collect([sweep_folder]), tmp_path / "tiny")
     first = contents(out)
     more = make_sweep(tmp_path / "more", {**TWO, "table_2": EXPERIMENTS["table_2"]})
-    assert set(contents(pack_sweep([more], out))) > set(first)
-    assert contents(pack_sweep([sweep_folder], out)) == first
+    assert set(contents(pack_sweep(collect([more]), out))) > set(first)
+    assert contents(pack_sweep(collect([sweep_folder]), out)) == first
 
 
 def test_nothing_in_a_packed_sweep_names_the_machine(sweep_folder: Path, packed: Path) -> None:
@@ -157,7 +158,7 @@ def test_nothing_in_a_packed_sweep_names_the_machine(sweep_folder: Path, packed:
 
 
 def test_a_packed_sweep_is_a_sweep_that_can_be_packed(packed: Path, tmp_path: Path) -> None:
-    again = contents(pack_sweep([packed], tmp_path / "tiny"))
+    again = contents(pack_sweep(collect([packed]), tmp_path / "tiny"))
     assert again == contents(packed)
 
 
@@ -185,7 +186,7 @@ def test_a_recipe_that_names_a_path_of_this_machine_is_refused(tmp_path: Path) -
     recipe["data"]["source"] = "/home/me/text.txt"
     file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     with pytest.raises(InputError, match=r"data\.source is /home/me/text\.txt, an absolute path"):
-        pack_sweep([top], tmp_path / "out")
+        pack_sweep(collect([top]), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -195,7 +196,7 @@ def test_a_damaged_recipe_or_manifest_is_refused_with_its_path(sweep_folder: Pat
     damaged = next(copy.glob(file))
     damaged.write_text("{unfinished: [", encoding="utf-8")
     with pytest.raises(InputError, match=rf"{damaged.name} cannot be read .*rerun the experiment"):
-        pack_sweep([copy], tmp_path / "out")
+        pack_sweep(collect([copy]), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -204,23 +205,31 @@ def test_what_cannot_be_packed_is_refused_and_stays_as_it_is(sweep_folder: Path,
     full.mkdir()
     (full / "thesis.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(InputError, match="not empty"):
-        pack_sweep([sweep_folder], full)
+        pack_sweep(collect([sweep_folder]), full)
     other = make_sweep(tmp_path / "other", EXPERIMENTS, CELLS)  # a sweep that is not packed
     with pytest.raises(InputError, match="not empty"):
-        pack_sweep([sweep_folder], other)
+        pack_sweep(collect([sweep_folder]), other)
     begun = {"sigmoid": replace(CELLS["sigmoid"], unfinished=(0, 1, 2))}
     unrun = make_sweep(
         tmp_path / "unrun", {"table_6": EXPERIMENTS["table_6"].model_copy(update={"cells": ["sigmoid"]})}, begun
     )
     with pytest.raises(InputError, match="no finished or failed run"):
-        pack_sweep([unrun], tmp_path / "out")
+        pack_sweep(collect([unrun]), tmp_path / "out")
     with pytest.raises(InputError, match="or is inside it"):
-        pack_sweep([sweep_folder], sweep_folder / "packed")
+        pack_sweep(collect([sweep_folder]), sweep_folder / "packed")
     with pytest.raises(InputError, match="has no sweep"):
-        pack_sweep([make_lab(tmp_path / "lab")], tmp_path / "out")
+        pack_sweep(collect([make_lab(tmp_path / "lab")]), tmp_path / "out")
     with pytest.raises(InputError, match="2 directories"):
-        pack_sweep([sweep_folder, full], tmp_path / "out")
+        pack_sweep(collect([sweep_folder, other]), tmp_path / "out")
     assert contents(full) == {"thesis.txt": b"mine"}
+
+
+@pytest.mark.parametrize("option", [("--format", "gif"), ("--out", "thesis.html")])
+def test_nothing_is_packed_where_the_report_is_refused(sweep_folder: Path, run: Run, option: tuple[str, str]) -> None:
+    Path("thesis.html").write_text("mine", encoding="utf-8")
+    status, _, err = run("report", sweep_folder, "--pack", "packed", *option)
+    assert (status, "packed:" in err) == (2, False)
+    assert not Path("packed").exists()
 
 
 def test_an_interrupted_copy_can_be_made_again(
@@ -233,9 +242,9 @@ def test_an_interrupted_copy_can_be_made_again(
     with monkeypatch.context() as patch:
         patch.setattr("sinklab.report.packing.export_charts", full)
         with pytest.raises(SinklabError, match="no space"):
-            pack_sweep([sweep_folder], out)
+            pack_sweep(collect([sweep_folder]), out)
     assert (out / "summary.json").exists()
-    assert contents(pack_sweep([sweep_folder], out)) == contents(packed)
+    assert contents(pack_sweep(collect([sweep_folder]), out)) == contents(packed)
 
 
 def test_a_report_does_not_replace_that_of_packed_results(packed: Path, tmp_path: Path) -> None:
@@ -251,7 +260,9 @@ def test_an_experiment_without_a_run_that_has_ended_gets_no_folder(tmp_path: Pat
     begun = replace(CELLS["sigmoid"], unfinished=(0, 1, 2))
     experiments = {name: EXPERIMENTS[name].model_copy(update={"cells": [cell]})
                    for name, cell in (("table_4", "k_biases"), ("table_6", "sigmoid"))}  # fmt: skip
-    packed = pack_sweep([make_sweep(tmp_path / "tiny", experiments, {**CELLS, "sigmoid": begun})], tmp_path / "out")
+    packed = pack_sweep(
+        collect([make_sweep(tmp_path / "tiny", experiments, {**CELLS, "sigmoid": begun})]), tmp_path / "out"
+    )
     assert [path.parent.name for path in packed.glob("*/runs.jsonl")] == ["table_4"]
 
 

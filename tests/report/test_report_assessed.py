@@ -121,7 +121,7 @@ def test_runs_that_were_assessed_on_other_text_are_not_beside_the_rest(tmp_path:
 def test_a_packed_sweep_keeps_what_was_assessed_and_no_path_of_this_machine(tmp_path: Path) -> None:
     folder = make_sweep(tmp_path / "tiny")
     assess_runs(folder, "softmax", [0.5, 0.5, 0.5])
-    packed = pack_sweep([folder], tmp_path / "packed")
+    packed = pack_sweep(collect([folder]), tmp_path / "packed")
     assert numbers(board_of(packed), "softmax") == numbers(board_of(folder), "softmax")
     runs = [run for file in packed.glob("*/runs.jsonl") for run in read_packed(file.parent)]
     kept = {run.directory: run.assessment for run in runs if run.assessment}

@@ -12,6 +12,7 @@ from test_report_html import Page
 
 from sinklab.measuring.measurement import Measurement
 from sinklab.report.cells import headline
+from sinklab.report.collect import collect
 from sinklab.report.data import ReportData
 from sinklab.report.packing import pack_sweep
 from sinklab.report.page import write_report
@@ -31,7 +32,7 @@ def page_of(folder: Path) -> Page:
 def test_a_sweep_is_called_by_what_is_in_it_wherever_it_was_packed(
     tmp_path: Path, experiments: dict, title: str
 ) -> None:
-    packed = pack_sweep([make_sweep(tmp_path / "sweep", experiments)], tmp_path / "contpack")
+    packed = pack_sweep(collect([make_sweep(tmp_path / "sweep", experiments)]), tmp_path / "contpack")
     shutil.copytree(packed, tmp_path / "continued")
     for page in (packed / "report.html", write_report([tmp_path / "continued"], tmp_path / "page.html")):
         text = page.read_text(encoding="utf-8")

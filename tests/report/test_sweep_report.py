@@ -292,6 +292,14 @@ def test_a_summary_of_another_schema_is_refused_with_what_to_do(tmp_path: Path, 
         collect([top])
 
 
+def test_a_warning_names_the_replicate_of_its_experiment(tmp_path: Path) -> None:
+    table = EXPERIMENTS["table_4"].model_copy(update={"replicate": "draw"})
+    console = Console(file=io.StringIO(), width=220)
+    print_report(collect([make_sweep(tmp_path / "tiny", {"table_4": table})]), console)
+    assert isinstance(console.file, io.StringIO)
+    assert "k_biases, draw 1: edited since it ended" in console.file.getvalue()
+
+
 def test_the_terminal_shows_ours_beside_the_papers_and_the_verdicts(sweep_folder: Path) -> None:
     console = Console(file=io.StringIO(), width=220)
     print_report(collect([sweep_folder]), console)

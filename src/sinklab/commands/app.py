@@ -10,13 +10,14 @@ from rich.console import Console
 from sinklab import __version__
 from sinklab.commands import data, reproduce
 from sinklab.commands.assess import assess
-from sinklab.commands.ending import PLAIN, end, stderr
+from sinklab.commands.ending import end
 from sinklab.commands.evaluate import evaluate
 from sinklab.commands.from_model import PanelCommand, PlainGroup, with_options
 from sinklab.commands.measure import compare, measure, parity
 from sinklab.commands.options import Json, option, print_result
 from sinklab.commands.sft import sft
 from sinklab.commands.terminal.progress import JobProgress
+from sinklab.commands.terminal.tables import print_text, stderr
 from sinklab.errors import InputError
 from sinklab.settings import ADVANCED, INPUT, OUTPUT, TRAINING
 from sinklab.signals import keeping_what_is_finished
@@ -147,7 +148,7 @@ def export(
         else f"loads after `sinklab.register()`, or with trust_remote_code from {done.code}"
     )
     line = f"{done.directory}: {done.architecture}, {done.parameters:,} parameters, step {done.step:,}; {how}"
-    print_result(as_json, done.document, lambda out: out.print(line, **PLAIN))
+    print_result(as_json, done.document, lambda out: print_text(line, out))
 
 
 @with_options
@@ -200,17 +201,17 @@ def report(
     from sinklab.report.collect import collect
     from sinklab.report.page import write_page
 
+    with JobProgress(stderr(), phase="writing the report"):  # refuses --format and --out before anything is packed
+        found = collect(directories)
+        path = write_page(found, out, formats or ())
     if pack is not None:
         from sinklab.report.packing import pack_sweep
 
         with JobProgress(stderr(), phase="packing"):
-            packed = pack_sweep(directories, pack)
-        stderr().print(f"packed: {packed}", **PLAIN)
-    with JobProgress(stderr(), phase="writing the report"):
-        found = collect(directories)
-        path = write_page(found, out, formats or ())
+            packed = pack_sweep(found, pack)
+        print_text(f"packed: {packed}", stderr())
     print_report(found, Console())
-    stderr().print(f"report: {path}", **PLAIN)
+    print_text(f"report: {path}", stderr())
 
 
 @with_options

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from pydantic import Field
 
-from sinklab.commands.ending import stderr
 from sinklab.commands.from_model import with_options
 from sinklab.commands.options import Json, option, print_result
-from sinklab.commands.terminal.progress import DataBoard, JobProgress
+from sinklab.commands.terminal.progress import DataDisplay, JobProgress
+from sinklab.commands.terminal.tables import stderr
 from sinklab.errors import InputError, cause
 from sinklab.files import parse_yaml
 from sinklab.outputs import check_writable
@@ -122,8 +122,8 @@ def prepare(
         return
     if not is_prepared(out):
         check_writable(out)
-    with keeping_what_is_finished(), DataBoard(stderr()) as board:
-        dataset = prepare(settings, out, board, board.counted)
+    with keeping_what_is_finished(), DataDisplay(stderr()) as display:
+        dataset = prepare(settings, out, display, display.counted)
     if as_json:
         print((out / "data.json").read_text(encoding="utf-8"))
         return

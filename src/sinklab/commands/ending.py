@@ -3,17 +3,15 @@
 import errno
 import os
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import typer
-from rich.console import Console
 
 from sinklab import signals
-from sinklab.commands.terminal.tables import printable
+from sinklab.commands.terminal.tables import print_text, stderr
 from sinklab.errors import SinklabError, is_out_of_memory
 from sinklab.files import FULL
 
-PLAIN: Any = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
 INACCESSIBLE = (errno.EACCES, errno.EPERM, errno.ELOOP)
 NO_HOME = "Could not determine home directory."  # pathlib, for ~name
 SHOWN = 80  # characters shown of a path that is too long
@@ -38,7 +36,7 @@ def end(app: typer.Typer) -> NoReturn:
     if status in (signals.INTERRUPTED, signals.CALL_AGAIN):
         signals.ignore_signals()
         if _is_first():
-            stderr().print(_KEPT if kept else _NOT_KEPT, soft_wrap=True)
+            print_text(_KEPT if kept else _NOT_KEPT, stderr())
     if _has_others():  # `joined_world` requires os._exit
         sys.stdout.flush()
         sys.stderr.flush()
@@ -101,14 +99,4 @@ def _is_first() -> bool:
 def _say_error(message: str) -> None:
     console = stderr()
     console.print("error:", style="bold red", end=" ")
-    console.print(message.replace("Value error, ", ""), **PLAIN)  # pydantic's prefix, in our messages and in typer's
-
-
-def say_on(console: Console, message: str) -> None:
-    """Print a message as plain text: non-printable characters are replaced, rich markup is not interpreted."""
-    console.print(printable(message), **PLAIN)
-
-
-def stderr() -> Console:
-    """Return a rich console on stderr, for all output except results."""
-    return Console(stderr=True, emoji=False)
+    print_text(message.replace("Value error, ", ""), console)  # pydantic's prefix, in our messages and in typer's

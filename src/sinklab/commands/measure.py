@@ -6,14 +6,13 @@ from typing import Annotated
 
 import typer
 
-from sinklab.commands.ending import stderr
 from sinklab.commands.from_model import Only, with_options
 from sinklab.commands.options import Json, LoadingOptions, option, run_job
 from sinklab.commands.terminal.progress import JobProgress
+from sinklab.commands.terminal.tables import stderr
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.options import Options
 from sinklab.settings import INPUT, MEASURED, OUTPUT
-from sinklab.signals import keeping_what_is_finished
 from sinklab.survey.request import Request
 
 
@@ -35,13 +34,7 @@ def measure(
         typer.Argument(help="Hugging Face id, model directory, .gguf file or run directory; none with --family."),
     ] = None,
     text: Text = None,
-    request: Annotated[
-        Request,
-        Only(
-            *("inputs", "sequences", "length", "eps", "lengths", "details", "maps", "explore", "gradients"),
-            *("no_bos", "bos", "loss", "ablate", "perturb", "swap_position", "replace_position", "batch_size", "seed"),
-        ),
-    ],
+    request: Request,
     revision: Annotated[
         list[str] | None,
         option(INPUT, "Branch, tag or commit on the hub; repeatable, for a curve over training.", metavar="NAME"),
@@ -114,8 +107,7 @@ def measure(
         if dry_run:
             given.sizes(family, models_dir)
         else:
-            with keeping_what_is_finished():
-                given.families(family, models_dir)
+            given.families(family, models_dir)
         return
     if model is None:
         raise InputError("pass a MODEL, or families of models: --family gpt2 (see --help)")
@@ -125,13 +117,12 @@ def measure(
             "the option out"
         )
     model = loading.within(model)
-    with keeping_what_is_finished(many and out is not None):
-        if by_domain:
-            given.domains(model)
-        elif by_step:
-            given.checkpoints(model, revisions)
-        else:
-            given.one_model(model, formats or ())
+    if by_domain:
+        given.domains(model)
+    elif by_step:
+        given.checkpoints(model, revisions)
+    else:
+        given.one_model(model, formats or ())
 
 
 @with_options
@@ -159,8 +150,7 @@ def compare(
     from sinklab.commands.measurements import Invocation
 
     given = Invocation(text, request, loading.on(stderr()), out, as_json)
-    with keeping_what_is_finished(out is not None):
-        given.compare([loading.within(model) for model in models])
+    given.compare([loading.within(model) for model in models])
 
 
 @with_options

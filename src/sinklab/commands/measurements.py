@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
-from sinklab.commands.ending import PLAIN, say_on, stderr
-from sinklab.commands.options import print_result, run_job
+from sinklab.commands.options import print_result, run_job, save_report
 from sinklab.commands.terminal.progress import JobProgress
 from sinklab.commands.terminal.results import print_comparison, print_measurement, print_sizes, print_survey
+from sinklab.commands.terminal.tables import print_text, stderr
 from sinklab.errors import SinklabError
 from sinklab.jobs.ledger import unsaved
 from sinklab.jobs.progress import StepProgress
@@ -19,11 +19,11 @@ from sinklab.measuring.frames import write_tables
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.huggingface.loading import Loading
 from sinklab.outputs import RUNS
+from sinklab.signals import keeping_what_is_finished
 from sinklab.survey.checkpoints import folders_without_step, measure_checkpoints, saved_models
-from sinklab.survey.compare import Comparison, compare_models
+from sinklab.survey.compare import compare_models
 from sinklab.survey.domains import domain_files, measure_domains
 from sinklab.survey.families import measure_families, sizes
-from sinklab.survey.measure_many import Outcome
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.open_models import models_of
 from sinklab.survey.request import Request
@@ -65,7 +65,8 @@ class Invocation:
             return found
 
         run_job(work, f"reading {model} and the text", self.as_json, print_measurement)
-        self._draw()
+        if self.out is not None:
+            save_report(self.out)
 
     def families(self, names: Sequence[str], models_dir: Path | None) -> None:
         """Measure the paper's models of these families; for errors, see `measure_families` and `_survey`."""
@@ -80,7 +81,7 @@ class Invocation:
         """Measure checkpoints of one model (`saved_models`); for errors, see `measure_checkpoints` and `_survey`."""
         total = len(saved_models(model, revisions))
         if not revisions and (skipped := folders_without_step(Path(model).expanduser())):
-            say_on(stderr(), f"not measured, because the name has no step or token count: {', '.join(skipped)}")
+            print_text(f"not measured, because the name has no step or token count: {', '.join(skipped)}", stderr())
         self._survey("checkpoints", total, partial(measure_checkpoints, model, revisions))
 
     def compare(self, models: Sequence[str]) -> None:
@@ -112,19 +113,12 @@ class Invocation:
         def work(progress: JobProgress) -> Any:
             return measured(self.text, self.request, loading=self.loading, out=self.out, observe=progress)
 
-        found = run_job(work, f"reading the text and the {what}", self.as_json, show, what=what, steps=total)
-        outcome = Outcome(found.measured) if isinstance(found, Comparison) else found.outcome
-        if outcome.measured:
-            self._draw()
+        with keeping_what_is_finished(self.out is not None):
+            found = run_job(work, f"reading the text and the {what}", self.as_json, show, what=what, steps=total)
+            outcome = found.outcome
+            if outcome.measured and self.out is not None:
+                save_report(self.out)
         if outcome.failed:
             lines = [f"  {name}: {failure}" for name, failure in outcome.failed.items()]
             count = f"{len(lines)} of {len(lines) + len(outcome.measured)} {what} could not be measured"
             raise SinklabError("\n".join([f"{count}; run the same command again to retry them:", *lines]))
-
-    def _draw(self) -> None:
-        if self.out is not None:
-            from sinklab.report.page import write_report
-
-            with JobProgress(stderr(), phase="writing the report"):
-                path = write_report([self.out])
-            stderr().print(f"report: {path}", **PLAIN)

@@ -10,8 +10,8 @@ import typer
 from pydantic import Field
 from rich.console import Console
 
-from sinklab.commands.ending import say_on, stderr
 from sinklab.commands.terminal.progress import JobProgress
+from sinklab.commands.terminal.tables import print_text, stderr
 from sinklab.errors import InputError, UnsavedError
 from sinklab.experiments.sweep.engines import EngineName
 from sinklab.outputs import RUNS
@@ -53,7 +53,7 @@ class LoadingOptions(CommandSettings, frozen=True):
         """Return the settings for the model loader, which prints a message to `console` before slow steps."""
         from sinklab.models.huggingface.loading import Loading
 
-        return Loading(**dict(self), say=partial(say_on, console))
+        return Loading(**dict(self), say=partial(print_text, console=console))
 
     def within(self, model: str) -> str:
         """Return a model name with --subfolder appended if it is a local directory; for errors, see `in_subfolder`."""
@@ -180,6 +180,15 @@ def run_job(
         raise
     print_result(as_json, result.document, partial(show, result))
     return result
+
+
+def save_report(folder: Path) -> None:
+    """Write report.html of the results in a folder, and print its path to stderr; for errors, see `write_report`."""
+    from sinklab.report.page import write_report
+
+    with JobProgress(stderr(), phase="writing the report"):
+        path = write_report([folder])
+    print_text(f"report: {path}", stderr())
 
 
 ModelName = Annotated[str, typer.Argument(help="Run directory, Hugging Face id, model directory or .gguf file.")]

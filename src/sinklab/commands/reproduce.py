@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from sinklab.commands.ending import PLAIN, stderr
 from sinklab.commands.from_model import with_options
 from sinklab.commands.options import MOST_SEEDS, Json, ReproduceSettings, option, print_result
 from sinklab.commands.terminal.progress import JobProgress
+from sinklab.commands.terminal.tables import print_text, stderr
 from sinklab.errors import InputError
 from sinklab.outputs import RUNS
 from sinklab.settings import INPUT, OUTPUT, option_name
@@ -156,7 +156,7 @@ def reproduce(
         if settings.dry_run:
             print_result(as_json, ahead.document, lambda out: print_preview(ahead, out))
             return
-        stderr().print(hours_line(ahead), **PLAIN)
+        print_text(hours_line(ahead), stderr())
     with keeping_what_is_finished():
         train_experiments(questions, settings, as_json)
 

@@ -14,11 +14,11 @@ from rich.console import Console
 from sinklab.assessing.assess_model import assess
 from sinklab.assessing.assessment import load_assessment
 from sinklab.assessing.settings import AssessOptions
-from sinklab.commands.ending import PLAIN, stderr
-from sinklab.commands.options import ReproduceSettings, print_result
+from sinklab.commands.options import ReproduceSettings, print_result, save_report
 from sinklab.commands.terminal.plans import print_passes
-from sinklab.commands.terminal.progress import DataBoard, JobProgress, RunBoard
+from sinklab.commands.terminal.progress import DataDisplay, JobProgress, RunDisplay
 from sinklab.commands.terminal.results import print_summary
+from sinklab.commands.terminal.tables import print_text, stderr
 from sinklab.data.prepare import prepared
 from sinklab.data.sources.corpora import documents
 from sinklab.data.sources.textfiles import read_conversations
@@ -77,7 +77,8 @@ def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Pr
     out, overlay = settings.directory, settings.overlay
     check_results(out, (SUMMARY, REPORT))
     plan = plan_sweep(questions, overlay).only(settings.cells)
-    _warn_of_emulation(plan, settings)
+    if settings.dry_run:  # `train_experiments` warns as well
+        _warn_of_emulation(plan, settings)
     with TemporaryDirectory() as folder:
         if settings.packed is not None:
             unpack(settings.packed, Path(folder))
@@ -144,7 +145,7 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
     engine = open_engine(settings.engine, _jobs(settings, len(chosen.order)), out, settings.engine_options)
     _warn_of_emulation(chosen, settings)
     recipes = {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}
-    with DataBoard(console) as progress:
+    with DataDisplay(console) as progress:
         data = {key: prepared(recipe.data, progress=progress) for key, recipe in recipes.items()}
     with JobProgress(console, phase=f"searching for runs in {out}"):
         found = store.found_runs(out)
@@ -154,7 +155,7 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
     before = store.read_manifests(out)  # read late: other commands may add experiments and seeds meanwhile
     manifests = store.merged_manifests(before, now)
     if left_out := [name for name in before if name not in manifests]:
-        console.print(f"not in this summary, because scale, steps or text differ: {', '.join(left_out)}", **PLAIN)
+        print_text(f"not in this summary, because scale, steps or text differ: {', '.join(left_out)}", console)
     asked = [manifests[name] for name in now]
     for tuning in store.tuning_requests(asked, out):
         if tuning.document.is_file() and settings.data is not None:
@@ -167,11 +168,11 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
 
     written = time.monotonic()
     try:
-        with RunBoard(console, {run.name: run.read_recipe().train.steps for run in planned.runs}) as board:
+        with RunDisplay(console, {run.name: run.read_recipe().train.steps for run in planned.runs}) as display:
 
             def watch(event: Event) -> None:
                 nonlocal written
-                board.watch(event)
+                display.watch(event)
                 if event.is_last and time.monotonic() - written > SUMMARISED_EVERY_S:
                     summarised().save(out)
                     written = time.monotonic()
@@ -181,22 +182,18 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
     finally:
         summary = summarised()
         summary.save(out)
-    from sinklab.report.page import write_report
-
-    with JobProgress(console, phase="writing the report"):
-        write_report([out])
     print_result(as_json, lambda: summary.model_dump(by_alias=True), lambda out: print_summary(summary, now, out))
     failed = _failures(planned, ended)
     edited = {
         f"{out / run.directory} was modified after the run ended": run.edited for run in summary.runs if run.edited
     }
     for what, files in edited.items():
-        console.print(f"warning: {what} ({', '.join(files)})", **PLAIN)
+        print_text(f"warning: {what} ({', '.join(files)})", console)
     for what, why in undone.items():
-        console.print(f"warning: {what}: {why}", **PLAIN)
-    console.print(f"report: {out / REPORT}", **PLAIN)
+        print_text(f"warning: {what}: {why}", console)
+    save_report(out)
     for run, message in failed.items():
-        console.print(f"failed: {run}: {message}", **PLAIN)
+        print_text(f"failed: {run}: {message}", console)
     if failed:
         raise typer.Exit(1)
 
@@ -205,7 +202,7 @@ def _warn_of_emulation(plan: SweepPlan, settings: ReproduceSettings) -> None:
     """Print the `emulation_warning` of the cells' recipes, if the sweep trains on this machine."""
     recipes = [cell.recipe for cell in plan.cells.values()] if settings.engine == EngineName.local else []
     for warning in sorted({emulation_warning(recipe) for recipe in recipes} - {""}):
-        stderr().print(warning, **PLAIN)
+        print_text(warning, stderr())
 
 
 def _jobs(settings: ReproduceSettings, runs: int) -> int:
@@ -321,11 +318,7 @@ def measure_experiments(experiments: Sequence[Experiment], settings: ReproduceSe
     print_result(as_json, lambda: written[0] if len(written) == 1 else written, show)
     for place in places.values():
         if any(place.rglob("measurement.json")):
-            from sinklab.report.page import write_report
-
-            with JobProgress(console, phase="writing the report"):
-                path = write_report([place])
-            console.print(f"report: {path}", **PLAIN)
+            save_report(place)
     if failed := [f"{name}: {why}" for one in done for name, why in one.outcome.failed.items()]:
         raise SinklabError("\n".join(failed))
 

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from sinklab.commands.ending import say_on, stderr
 from sinklab.commands.from_model import Only, with_options
 from sinklab.commands.options import Json, LoadingOptions, ModelName, option, print_result
 from sinklab.commands.terminal.progress import JobProgress
+from sinklab.commands.terminal.tables import print_text, stderr
 from sinklab.settings import INPUT, OUTPUT
 from sinklab.signals import keeping_what_is_finished
 from sinklab.tuning.settings import TuneOptions
@@ -49,8 +49,8 @@ def sft(
     with keeping_what_is_finished(), JobProgress(console, phase=f"reading {model} and the conversations") as observe:
         ended = tune(model, sources, options, out, loading=loading.on(console), observe=observe)
         if ended.exit_status:
-            say_on(console, f"stopped; progress is saved in {out}")
+            print_text(f"stopped; progress is saved in {out}", console)
             raise typer.Exit(ended.exit_status)
     print_result(as_json, ended.tuning.document, lambda out: print_tuning(ended.tuning, out))
     if not as_json:
-        say_on(console, f"model: {out / 'model'}")
+        print_text(f"model: {out / 'model'}", console)

@@ -3,26 +3,28 @@
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
 
-from sinklab.commands.ending import PLAIN
-from sinklab.commands.terminal.progress import DataBoard, RunBoard
+from sinklab.commands.terminal.progress import DataDisplay, RunDisplay
+from sinklab.commands.terminal.tables import print_text
 from sinklab.data.prepare import prepared
 from sinklab.data.shards import TokenDataset
 from sinklab.device import keep_freed_memory
 from sinklab.errors import InputError, StoppedError
 from sinklab.experiments.sweep.engine import Event
+from sinklab.extras import require_extra
 from sinklab.outputs import check_writable
 from sinklab.signals import stop_on_signals
 from sinklab.train.directory.run import Run, emulation_warning, existing_run, open_run
-from sinklab.train.loop import RunOutcome, StepReport, Trainer
+from sinklab.train.loop import RunOutcome, Trainer
 from sinklab.train.planning import TrainingPlan, check_fits, memory_line, plan_of, sized
 from sinklab.train.recipe import Recipe, load_recipe
 from sinklab.train.replay import Replay, replay
 from sinklab.train.start import with_checkpoint_values
-from sinklab.train.track import Tracker, TrackerName, require, tracked
+from sinklab.train.track import Tracker, TrackerName, tracked
 from sinklab.train.world import World, joined_world
 
 
@@ -54,7 +56,7 @@ def train_command(
     with joined_world() as world:
         if not world.is_first:
             console.quiet = True
-        world.on_all_ranks(lambda: require(trackers))
+        world.on_all_ranks(lambda: require_extra("track", trackers, "--track"))
         loaded = world.on_all_ranks(lambda: _recipe(recipe, overrides, world))
         if out is not None:
             world.only_first(lambda: check_writable(out))
@@ -71,7 +73,7 @@ def train_command(
     if outcome is None or outcome.status != "done":
         if outcome is not None:
             reached = f"step {outcome.step} of {run.recipe.train.steps}"
-            console.print(f"stopped at {reached}; the checkpoint is in {run.directory}", **PLAIN)
+            print_text(f"stopped at {reached}; the checkpoint is in {run.directory}", console)
         raise typer.Exit(should_stop.exit_status)
     if world.is_first and as_json:
         print((run.directory / "measurement.json").read_text(encoding="utf-8"), end="")
@@ -86,21 +88,21 @@ def _trained(
 ) -> RunOutcome:
     name, steps = run.recipe.name, run.recipe.train.steps
     longer = "" if run.shorter is None else f", which continues the run of {run.shorter} steps"
-    console.print(f"run {run.hash} in {run.directory}{longer}", **PLAIN)
-    console.print(memory_line(run.recipe, world.device(run.recipe.train.device), world.size), **PLAIN)
+    print_text(f"run {run.hash} in {run.directory}{longer}", console)
+    print_text(memory_line(run.recipe, world.device(run.recipe.train.device), world.size), console)
     if warning := emulation_warning(run.recipe):
-        console.print(warning, **PLAIN)
+        print_text(warning, console)
     active: list[Tracker] = []
-    with RunBoard(console, {name: steps}) as board:
+    with RunDisplay(console, {name: steps}) as display:
 
-        def watch(progress: StepReport) -> None:
-            board.watch(Event(name, "step" if progress.row is None else "row", progress.step, progress.row))
-            if progress.row is not None:
+        def watch(step: int, row: dict[str, Any] | None) -> None:
+            display.watch(Event(name, "step" if row is None else "row", step, row))
+            if row is not None:
                 for tracker in active:
-                    tracker.row(progress.row)
+                    tracker.row(row)
 
         trainer = Trainer(run, watch, should_stop, world)
-        board.watch(Event(name, "ready", trainer.state.step))
+        display.watch(Event(name, "ready", trainer.state.step))
         was_done = trainer.state.step == steps
         with tracked(trackers if world.is_first else (), run, trainer.state.step) as opened:
             active += opened
@@ -158,5 +160,5 @@ def _recipe(name: str, overrides: Iterable[str], world: World) -> Recipe:
 
 
 def _data(recipe: Recipe, console: Console) -> TokenDataset:
-    with DataBoard(console) as progress:
+    with DataDisplay(console) as progress:
         return prepared(recipe.data, progress=progress)

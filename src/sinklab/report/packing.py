@@ -48,26 +48,25 @@ def pack_sweep(dirs: Sequence[Path], out: Path) -> Path:
     The runs, manifests and charts of an earlier copy in the folder are removed first.
 
     Args:
-        dirs: a list with one entry, the directory of the sweep.
+        found: content of a single directory, that of the sweep (`collect`).
         out: target folder; it must be new, empty or an earlier copy.
 
     Raises:
-        InputError: see `collect`; also if `dirs` does not have exactly one entry, the directory has no sweep, `out` has
-            other content, contains the sweep or is inside it, a recipe or manifest contains an absolute path, or
-            another file to be packed cannot be read or is damaged.
+        InputError: if `found` is not of exactly one directory, the directory has no sweep, `out` has other content,
+            contains the sweep or is inside it, a recipe or manifest contains an absolute path, or another file to be
+            packed cannot be read or is damaged.
         SinklabError: if a file cannot be written, or env.json of a run is damaged.
     """
-    if len(dirs) != 1:
-        raise InputError(f"--pack takes the directory of one sweep, but {len(dirs)} directories were given")
-    top = dirs[0]
-    sweeps = collect([top]).sweeps
-    if not sweeps:
+    if len(found.dirs) != 1:
+        raise InputError(f"--pack takes the directory of one sweep, but {len(found.dirs)} directories were given")
+    top = found.dirs[0]
+    if not found.sweeps:
         raise InputError(
             f"{top} has no sweep: expected a {SUMMARY} that lists experiments, as written by sinklab reproduce"
         )
     if out.resolve().is_relative_to(top.resolve()) or top.resolve().is_relative_to(out.resolve()):
         raise InputError(f"--pack {out} contains the sweep in {top} or is inside it: choose a folder elsewhere")
-    sweep = sweeps[0]
+    sweep = found.sweeps[0]
     if out.is_dir() and any(out.iterdir()) and not (out / CHECKSUMS).is_file():
         raise InputError(f"{out} is not empty and has no {CHECKSUMS} of an earlier copy: choose a new --pack folder")
     check_results(out, (SUMMARY, REPORT))

@@ -37,11 +37,17 @@ class Comparison:
 
     Attributes:
         text: path or name of the text; None if no text was used.
-        measured: measurement of each model, by label (`labels`; with the subfolder for a model on the hub, if any).
+        outcome: measurement of each model, by label (`labels`; with the subfolder for a model on the hub, if any); no
+            failures, because a failure ends the comparison.
     """
 
     text: str | None
-    measured: dict[str, Measurement]
+    outcome: Outcome
+
+    @property
+    def measured(self) -> dict[str, Measurement]:
+        """The measurements of `outcome`."""
+        return self.outcome.measured
 
     def rows(self) -> list[ComparedQuantity]:
         """Return the rows of the comparison: one for each quantity that at least one model has."""
@@ -118,7 +124,7 @@ def compare_models(
         items.append(Item(name, decides, partial(measure, model)))
 
     def comparison_of(outcome: Outcome) -> Comparison:
-        return Comparison(None if text is None else str(text), outcome.measured)
+        return Comparison(None if text is None else str(text), outcome)
 
     def prepare(unfinished: Sequence[str]) -> None:
         for name in unfinished:

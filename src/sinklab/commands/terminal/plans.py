@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from sinklab.commands.terminal.progress import duration, short_duration
-from sinklab.commands.terminal.tables import print_table, printable
+from sinklab.commands.terminal.tables import print_table, print_text, printable
 from sinklab.experiments.definition import SCALES, Scale
 from sinklab.experiments.paper import Covered
 from sinklab.experiments.shipped import ListedExperiment, jobs_here
@@ -77,7 +77,7 @@ def print_experiment(one: ListedExperiment, plan: str, console: Console) -> None
         runs = f"{cost.cells} cells of {plural(experiment.seeds, 'seed')}, {cost.claims} claims"
         console.print(f"{scale}: {_time_here(one, scale)} ({runs})", highlight=False)
     _print_estimates([one], console)
-    console.print(Text(printable(f"Plan of each cell: {plan}")), soft_wrap=True)
+    print_text(f"Plan of each cell: {plan}", console)
     console.print()
 
 
@@ -131,7 +131,7 @@ def print_preview(ahead: Preview, console: Console) -> None:
     ]
     columns = [*names("cell", "changes"), TableColumn("done"), TableColumn("time per run")]
     print_table(Table("", columns, rows), console)
-    console.print(hours_line(ahead), highlight=False, soft_wrap=True)
+    print_text(hours_line(ahead), console)
 
 
 def print_passes(planned: Sequence[tuple[str, "Pass", range]], console: Console) -> None:
@@ -152,7 +152,7 @@ def print_passes(planned: Sequence[tuple[str, "Pass", range]], console: Console)
         models |= own
         read += len(replicates) * request.sequences * request.length
     print_table(Table("", names("experiment", "model", "sequences", "inputs", "cells"), rows), console)
-    console.print(f"{read:,} tokens are read; {download_of(list(models.values()))}", highlight=False, soft_wrap=True)
+    print_text(f"{read:,} tokens are read; {download_of(list(models.values()))}", console)
 
 
 def print_catalogue(found: "Iterable[Intervention]", console: Console) -> None:

@@ -20,8 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from sinklab.commands.ending import PLAIN
-from sinklab.commands.terminal.tables import printable
+from sinklab.commands.terminal.tables import print_text, printable
 from sinklab.measuring.statistics.highest import in_brackets, later_sink_text
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def short_duration(seconds: float) -> str:
     return f"{value:.1f} {unit}" if value < 9.95 else f"{value:.0f} {unit}"
 
 
-class Board:
+class ProgressDisplay:
     """Context manager with a live display: bars in a terminal, otherwise a line at most every SPEAKS_EVERY seconds.
 
     Without a terminal, a thread prints the current phase if no line was printed for SPEAKS_EVERY seconds, for example
@@ -123,7 +122,7 @@ class Board:
     def say(self, what: str) -> None:
         """Print a line immediately, even if none is due, also in a terminal."""
         self._said = self.clock()
-        self.console.print(printable(what), markup=False, highlight=False, soft_wrap=True)
+        print_text(what, self.console)
 
     def reached(self, name: str, done: float, total: float | None, shown: str = "", unit: str = "") -> None:
         """Set the progress text to `NAME: DONE of TOTAL UNIT, SHOWN`, and print it if a line is due."""
@@ -146,7 +145,7 @@ class Board:
             self.beat()
 
 
-class RunBoard(Board):
+class RunDisplay(ProgressDisplay):
     """Live display of steps, loss and sink rate of each run, or of each active run if there are more than MANY.
 
     The last line shows the steps of all runs and the remaining time. Without a terminal, a line is printed per
@@ -163,7 +162,7 @@ class RunBoard(Board):
         self.lengths = lengths
         self.many = len(lengths) > MANY
         self.tasks = {
-            name: self.progress.add_task(name, total=length, latest="waiting", visible=not self.many)
+            name: self.progress.add_task(printable(name), total=length, latest="waiting", visible=not self.many)
             for name, length in lengths.items()
         }
         self.steps = dict.fromkeys(lengths, 0)
@@ -185,7 +184,7 @@ class RunBoard(Board):
             self.ended += 1
             self.given_up += self.lengths[event.run] - self.steps[event.run]
             if event.kind == "failed":
-                self.progress.console.print(f"{event.run} failed: {event.message}", **PLAIN)
+                print_text(f"{event.run} failed: {event.message}", self.progress.console)
         if event.row is not None:
             latest = describe(event.row)
         if event.kind != "step":
@@ -244,7 +243,7 @@ def describe(row: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-class DataBoard(Board):
+class DataDisplay(ProgressDisplay):
     """Display of data preparation: a progress bar per stage, in bytes of text, with the tokens written per second."""
 
     def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
@@ -275,7 +274,7 @@ class DataBoard(Board):
             self._rate = f"{(tokens - self._start[1]) / (now - self._start[0]):,.0f} tokens/s"
 
 
-class JobProgress(Board):
+class JobProgress(ProgressDisplay):
     """Display of a job's events: a bar for the current step, one for all steps if their number is known, and log lines.
 
     Args:
@@ -296,7 +295,7 @@ class JobProgress(Board):
         times = (TimeElapsedColumn(), TimeRemainingColumn())
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), *times)
         super().__init__(console, phase, clock, *columns, transient=True)
-        self._all = None if steps is None else self.progress.add_task(what, total=steps)
+        self._all = None if steps is None else self.progress.add_task(escape(printable(what)), total=steps)
         self._step = self.progress.add_task(escape(printable(phase)), total=None)
 
     def begin(self, phase: str, total: int | None = None, done: float = 0) -> None:

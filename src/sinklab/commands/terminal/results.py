@@ -10,8 +10,7 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from sinklab.commands.ending import PLAIN
-from sinklab.commands.terminal.tables import TONES, print_notes, print_table, print_title, printable
+from sinklab.commands.terminal.tables import TONES, print_notes, print_table, print_text, print_title, printable
 from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import JudgedClaim, Summary
 from sinklab.measuring.answer import answer
@@ -108,7 +107,7 @@ def print_measurement(measurement: "Measurement", console: Console) -> None:
     console.print(" ".join(answer(m)), markup=False, highlight=False)
     for table in result_tables.measurement_tables(m):
         print_table(table, console)
-    print_notes(m.notes, console)
+    print_notes(measurement.notes, console)
 
 
 def print_survey(survey: "Survey", console: Console) -> None:
@@ -239,23 +238,21 @@ def print_end(directory: Path, recipe: "Recipe", console: Console) -> None:
         title = f"{recipe.name}, step {last.step:,} of {recipe.train.steps:,}"
         print_table(Table(title, names("", ""), rows), console)
     where = shlex.quote(str(directory))
-    console.print(f"in {directory}:", **PLAIN)
+    print_text(f"in {directory}:", console)
     doing = {f"sinklab measure {where} --text FILE": "another text", f"sinklab report {where}": "charts"}
     if recipe.schedule.shape == "flat":
         doing[f"the same command with --set train.steps={2 * recipe.train.steps} --out {where}"] = "train for longer"
     width = max(map(len, doing))
     for command, what in doing.items():
-        console.print(f"  {command:{width}}   {what}", **PLAIN)
+        print_text(f"  {command:{width}}   {what}", console)
 
 
 def print_replay(found: "Replay", console: Console) -> None:
     """Print loss and gradient norm of a replayed step, its first non-finite tensor, and the largest gradients."""
     begin = "the initial weights" if found.checkpoint is None else str(found.checkpoint)
-    console.print(
-        f"step {found.step} from {begin}, {plural(found.repeated, 'update')} repeated", highlight=False, soft_wrap=True
-    )
-    console.print(f"loss {found.loss:.6g}, gradient norm {found.grad_norm:.6g}", highlight=False)
-    console.print(f"first non-finite tensor: {found.first_not_finite or 'none'}", highlight=False)
+    print_text(f"step {found.step} from {begin}, {plural(found.repeated, 'update')} repeated", console)
+    print_text(f"loss {found.loss:.6g}, gradient norm {found.grad_norm:.6g}", console)
+    print_text(f"first non-finite tensor: {found.first_not_finite or 'none'}", console)
     ranked = sorted(found.grad_norms.items(), key=lambda item: (item[1] == item[1], -item[1]))
     columns = [*names("parameter"), TableColumn("gradient norm", form=".4g")]
     print_table(Table(f"the {GRADIENTS} largest gradients, non-finite first", columns, ranked[:GRADIENTS]), console)
@@ -268,7 +265,7 @@ def print_checks(checks: "Sequence[Verified]", console: Console) -> None:
         problems = plural(wrong, "problem") if wrong else "no problem"
         lines = [*check.problems[:PROBLEMS], *check.notes[:PROBLEMS]]
         lines += ["more: see --json"] if max(wrong, len(check.notes)) > PROBLEMS else []
-        console.print("\n  ".join([f"{check.name}: {check.checked} checked, {problems}", *lines]), **PLAIN)
+        print_text("\n  ".join([f"{check.name}: {check.checked} checked, {problems}", *lines]), console)
 
 
 def print_runs(runs: Sequence[ListedRun], console: Console) -> None:

@@ -1,4 +1,4 @@
-"""Tables and notes in a terminal of any width.
+"""Consoles, texts, tables and notes in a terminal of any width.
 
 Text is wrapped; numbers are not (Rich alone would break 92.47 into 92.4 and 7). Columns that do not fit are printed
 below, with the row names repeated. A word longer than its column, such as a recipe key, is broken after punctuation if
@@ -30,6 +30,11 @@ TONES = {
 }
 
 
+def stderr() -> Console:
+    """Return a rich console on stderr, for all output except results."""
+    return Console(stderr=True, emoji=False)
+
+
 def printable(text: str) -> str:
     """Replace non-printable characters, including line feeds, by `�`, because names may contain control sequences."""
     return "".join(character if character.isprintable() else "�" for character in text)
@@ -49,6 +54,11 @@ def print_table(table: Table, console: Console) -> None:
         console.print(_drawn(table, [*names, *group], title, console.width, wanted))
     for note in table.notes:
         console.print(printable(note), style="dim", markup=False, highlight=False)
+
+
+def print_text(text: str, console: Console) -> None:
+    """Print a text without wrapping and markup; non-printable characters are replaced, line feeds are kept."""
+    console.print("\n".join(printable_lines(text)), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def print_notes(notes: Iterable[str], console: Console) -> None:
