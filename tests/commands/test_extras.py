@@ -56,7 +56,7 @@ def test_every_extra_that_is_named_exists_and_no_index_is_promised(checkout: Pat
     named = {
         (name, path)
         for path, said in text.items()
-        for name in re.findall(r"install_command\(['\"](\w+)|install -e '\.\[(\w+)\]'|\bextra `(\w+)`", said)
+        for name in re.findall(r"require_extra\(['\"](\w+)|install -e '\.\[(\w+)\]'|\bextra `(\w+)`", said)
     }
     assert {next(filter(None, names)) for names, _ in named} == known - {"docs"}
     assert [path for path, said in text.items() if re.search(r"install ['\"]?sinklab", said)] == []

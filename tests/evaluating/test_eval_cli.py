@@ -215,4 +215,4 @@ def test_an_absent_extra_is_named_with_the_command_that_installs_it(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     status, _, err = on_one_line(run)("eval", tmp_path, "--tasks", "hellaswag")
     assert status == 2
-    assert f"lm-eval, and it is not installed: {install_command('eval')}" in err
+    assert f"a downstream task needs the package lm-eval, which is not installed: {install_command('eval')}" in err

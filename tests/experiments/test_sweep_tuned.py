@@ -62,7 +62,7 @@ def folder(run: Run) -> Run:
         (["untuned.yaml", "--data", "chats.jsonl"], "tuned has neither: remove it"),
         (
             ["tuned.yaml", "--data", "chats.jsonl"],
-            f"trl and accelerate, which are not both installed: {install_command('sft')}",
+            f"instruction tuning needs the package trl, which is not installed: {install_command('sft')}",
         ),
     ],
 )

@@ -16,5 +16,5 @@ def test_the_command_that_installs_trl_is_named(run: Run, tmp_path: Path, monkey
     chats = sheep_chats(tmp_path / "chats.jsonl")
     status, out, err = run("sft", tmp_path, "--data", chats, "--out", "tuned")
     assert (status, out) == (2, "")
-    assert f"trl and accelerate, which are not both installed: {install_command('sft')}\n" in err
+    assert f"instruction tuning needs the package trl, which is not installed: {install_command('sft')}\n" in err
     assert not (tmp_path / "tuned").exists()

@@ -4,13 +4,14 @@ import json
 import re
 from collections.abc import Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError, SinklabError, UnsavedError
 from sinklab.evaluating.evaluation import EVALUATION, DownstreamScores, TaskRequest, TaskScores, load_scores
 from sinklab.evaluating.scoring import score_task
-from sinklab.evaluating.tasks import SCORES, ChosenTask, chosen_tasks, lm_eval_version
+from sinklab.evaluating.tasks import SCORES, ChosenTask, chosen_tasks
 from sinklab.files import write_gzip
 from sinklab.jobs.ledger import JobStep, Ledger, LineLedger, check_request, run_steps, unsaved
 from sinklab.jobs.progress import JobEvent, Observer, StepProgress, ignore
@@ -72,7 +73,7 @@ def _evaluate(
     notes = [*model.notes]
     if model.step is not None:
         notes.append(f"the run was evaluated at step {model.step}, as {type(model.module).__name__}")
-    found = DownstreamScores(model=model.name, asked=decided, lm_eval=lm_eval_version(), notes=notes)
+    found = DownstreamScores(model=model.name, asked=decided, lm_eval=version("lm_eval"), notes=notes)
     if (earlier := ledger.earlier(load_scores)) is not None and ledger.path is not None:
         before, now = (
             dict[str, object]({f"{key} of the model": value for key, value in one.asked.items()})

@@ -1,22 +1,19 @@
 """Load downstream tasks of lm-eval by name, with items from the hub or, for HellaSwag, from a local file."""
 
 import difflib
-import importlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from sinklab.errors import InputError, cause
 from sinklab.evaluating import hellaswag
-from sinklab.extras import install_command
+from sinklab.extras import require_extra
 from sinklab.files import sha256_of
 
-PACKAGES = ("lm_eval", "accelerate")
 HUB = "hub"
 SCORES = {"acc": "accuracy", "acc_norm": "accuracy_norm"}
 """Names of the accuracies in `Measurement.scores`, by lm-eval's names of the metrics."""
@@ -49,23 +46,6 @@ class ChosenTask:
         return self.sha256 or self.data
 
 
-def lm_eval_version() -> str:
-    """Return the version of lm-eval.
-
-    Raises:
-        InputError: if lm-eval or accelerate is not installed; the message contains the install command.
-    """
-    for package in PACKAGES:
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            name = package.replace("_", "-")
-            raise InputError(
-                f"downstream tasks need the package {name}, and it is not installed: {install_command('eval')}"
-            ) from error
-    return version("lm_eval")
-
-
 def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
     """Load tasks by name, with their items. A group or tag is replaced by its tasks.
 
@@ -74,10 +54,10 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
         data: file with the items of HellaSwag; None: the file in SINKLAB_DATA/eval, else the hub.
 
     Raises:
-        InputError: see `lm_eval_version` and `hellaswag.read_items`; also if a name is unknown, a task needs a package
+        InputError: see `require_extra` and `hellaswag.read_items`; also if a name is unknown, a task needs a package
             that is not installed, items cannot be downloaded, or `data` is set and HellaSwag is not in `names`.
     """
-    lm_eval_version()
+    require_extra("eval", ("lm_eval", "accelerate"), "a downstream task")
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  # an extra
 
     if data is not None and hellaswag.NAME not in names:

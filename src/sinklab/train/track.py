@@ -4,7 +4,6 @@ A resumed run appends to its log. W&B finds the log by the id in tracking.json. 
 after the step at which the run resumes, because they are repeated.
 """
 
-import importlib.util
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,8 +11,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from sinklab.errors import InputError
-from sinklab.extras import install_command
 from sinklab.files import write_json
 from sinklab.train.directory.history import read_metrics
 from sinklab.train.directory.run import Run
@@ -28,7 +25,7 @@ FROM_0 = {"hidden_norm_ratio", "norm_ratio_sink_token"}
 def tracked(names: Sequence[TrackerName], run: Run, step: int) -> Iterator[list["Tracker"]]:
     """Open and yield the trackers of a run that resumes at `step`; close them at the end of the `with` block.
 
-    A new tracker first logs the evaluations in metrics.jsonl. The packages must be installed (`require`).
+    A new tracker first logs the evaluations in metrics.jsonl. The packages must be installed (`require_extra`).
 
     Raises:
         SinklabError: if metrics.jsonl is damaged, or tracking.json cannot be written.
@@ -42,17 +39,6 @@ def tracked(names: Sequence[TrackerName], run: Run, step: int) -> Iterator[list[
                 tracker.row(row)
             trackers.append(tracker)
         yield trackers
-
-
-def require(names: Sequence[TrackerName]) -> None:
-    """Check that the packages of the trackers are installed.
-
-    Raises:
-        InputError: if a package is not installed; the message contains the install command.
-    """
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise InputError(f"--track {name}: the package is not installed: {install_command('track')}")
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:

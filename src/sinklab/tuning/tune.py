@@ -1,6 +1,5 @@
 """Instruction tuning as a resumable job."""
 
-import importlib.util
 import os
 import shutil
 import time
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sinklab.errors import InputError, SinklabError
-from sinklab.extras import install_command
+from sinklab.extras import require_extra
 from sinklab.files import is_full, sha256_of
 from sinklab.jobs.ledger import Ledger, check_request
 from sinklab.jobs.progress import JobEvent, Observer, StepProgress, ignore
@@ -108,10 +107,7 @@ def check_extra() -> None:
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise InputError("tuning runs in a single process, but WORLD_SIZE is not 1: start it without torchrun")
-    if importlib.util.find_spec("trl") is None or importlib.util.find_spec("accelerate") is None:
-        raise InputError(
-            f"instruction tuning needs trl and accelerate, which are not both installed: {install_command('sft')}"
-        )
+    require_extra("sft", ("trl", "accelerate"), "instruction tuning")
 
 
 def _train(found: Tuning, data: SftDataset, out: Path, ledger: Ledger[Tuning], observe: Observer) -> TuneEnd:

@@ -6,7 +6,7 @@ from typing import Any
 
 from sinklab.data.sources.textfiles import Render, expanded, plain_conversation, row_text
 from sinklab.errors import InputError
-from sinklab.extras import install_command
+from sinklab.extras import require_extra
 
 PREFIX = "hf:"
 _TEXTS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")  # text formats that `datasets` can read file by file
@@ -26,13 +26,8 @@ def hub_documents(source: str, render: Render = plain_conversation, files: list[
             neither text nor messages.
     """
     name, config, split = _parts(source)
-    try:
-        datasets: Any = importlib.import_module("datasets")
-    except ImportError as error:
-        raise InputError(
-            f"source {source} needs the package datasets, which is not installed: pass a .txt or .jsonl file, or "
-            f"install it with {install_command('data')}"
-        ) from error
+    require_extra("data", ("datasets",), f"source {source}")
+    datasets: Any = importlib.import_module("datasets")
     selected: dict[str, Any] = {"split": split} if files is None else {"split": "train", "data_files": files}
     try:
         for number, row in enumerate(datasets.load_dataset(name, config, streaming=True, **selected), start=1):

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -20,14 +19,13 @@ import numpy as np
 import torch
 
 from sinklab.errors import InputError, cause
-from sinklab.extras import install_command
+from sinklab.extras import require_extra
 from sinklab.models.huggingface.anatomy import quantisation
 from sinklab.models.memory_budget import free_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PACKAGES = ("gguf", "accelerate")
 SUFFIX = ".gguf"
 
 
@@ -120,11 +118,7 @@ def read_header(path: Path) -> Gguf:
         InputError: if gguf or accelerate is not installed, or the file cannot be read, is damaged or truncated, has no
             weights, or contains only a part of a model that is split into several files.
     """
-    if missing := [package for package in PACKAGES if find_spec(package) is None]:
-        raise InputError(
-            f"reading {path.name} needs the packages {' and '.join(PACKAGES)}, and {missing[0]} is not installed: "
-            f"{install_command('gguf')}"
-        )
+    require_extra("gguf", ("gguf", "accelerate"), f"reading {path.name}")
 
     class Reader(import_module("gguf").GGUFReader):
         def _get(self, *args: Any, **options: Any) -> Any:

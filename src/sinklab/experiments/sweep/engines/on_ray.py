@@ -21,7 +21,7 @@ from pydantic import Field
 from sinklab.errors import InputError
 from sinklab.experiments.sweep.engine import Event, MetricsTail, PlannedRun
 from sinklab.experiments.sweep.engines.remote import stop_file, train_remotely
-from sinklab.extras import install_command
+from sinklab.extras import require_extra
 from sinklab.schema import Part
 from sinklab.signals import CALL_AGAIN, PreemptedError
 
@@ -146,10 +146,9 @@ def train_in_task(run: PlannedRun, folder: Path, threads: int, working: Path, en
 
 
 def _connect(address: str) -> None:
-    try:
-        import ray
-    except ImportError as error:
-        raise InputError(f"--engine ray: Ray is not installed: {install_command('cluster')}") from error
+    require_extra("cluster", ("ray",), "--engine ray")
+    import ray
+
     where = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
     try:
         host, _, port = where.rpartition("://")[2].rpartition(":")

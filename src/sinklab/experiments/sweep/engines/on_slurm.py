@@ -42,7 +42,7 @@ from pydantic import Field
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.sweep.engine import Event, MetricsTail, PlannedRun
 from sinklab.experiments.sweep.engines.remote import stop_file, train_remotely
-from sinklab.extras import install_command
+from sinklab.extras import require_extra
 from sinklab.files import write_text
 from sinklab.schema import Part
 from sinklab.signals import CALL_AGAIN, PREEMPTING, PreemptedError
@@ -276,10 +276,7 @@ def _result(job: "Job[Event]") -> Event | None:
 
 def _require_cluster() -> None:
     """Raise InputError if submitit or a Slurm command is not installed, or no cluster answers."""
-    try:
-        import submitit  # noqa: F401
-    except ImportError as error:
-        raise InputError(f"--engine slurm: submitit is not installed: {install_command('cluster')}") from error
+    require_extra("cluster", ("submitit",), "--engine slurm")
     for command in ("sbatch", "srun", "squeue", "scancel"):
         if shutil.which(command) is None:
             raise InputError(f"--engine slurm: {command} is not on the PATH; run sinklab where jobs can be submitted")
