@@ -80,7 +80,7 @@ class Invocation:
     def checkpoints(self, model: str, revisions: Sequence[str]) -> None:
         """Measure checkpoints of one model (`saved_models`); for errors, see `measure_checkpoints` and `_survey`."""
         total = len(saved_models(model, revisions))
-        if not revisions and (skipped := folders_without_step(Path(model).expanduser())):
+        if not revisions and (skipped := folders_without_step(Path(model))):
             print_text(f"not measured, because the name has no step or token count: {', '.join(skipped)}", stderr())
         self._survey("checkpoints", total, partial(measure_checkpoints, model, revisions))
 
