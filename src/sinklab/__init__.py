@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
 
 
 display.chart = lambda measurement, what: import_module("sinklab.report.measurement_figures").chart(measurement, what)
-display.html = lambda measurement: import_module("sinklab.report.result_tables").html(measurement)
+display.html = lambda measurement: import_module("sinklab.report.html").html(measurement)
 
 
 def __dir__() -> list[str]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from sinklab.commands.terminal.results import print_measurement
 from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
-from sinklab.report.result_tables import html
+from sinklab.report.html import html
 
 
 def test_the_files_hold_the_documented_fields(tmp_path: Path) -> None:
@@ -101,6 +101,13 @@ def test_a_single_sequence_is_counted_in_the_singular() -> None:
     print_measurement(one, Console(file=out, width=110))
     assert f"1 sequence of {T} tokens" in out.getvalue()
     assert f"1 sequence of {T} tokens" in html(one)
+
+
+def test_the_title_names_the_revision_in_the_terminal_and_the_notebook() -> None:
+    out, one = StringIO(), made_measurement().model_copy(update={"model": "tiny", "revision": "step3"})
+    print_measurement(one, Console(file=out, width=110))
+    assert "tiny at step3: " in out.getvalue()
+    assert "tiny at step3: " in html(one)
 
 
 def test_the_terminal_shows_the_first_positions_the_bias_and_every_layer() -> None:

@@ -17,7 +17,7 @@ from sinklab.report.collect import collect
 from sinklab.report.leaderboard import leaderboard
 from sinklab.report.packing import pack_sweep, readme
 from sinklab.report.page import write_report
-from sinklab.report.sections import experiment_sections, glance, grouped
+from sinklab.report.sections import experiment_groups, experiment_sections, glance
 from sinklab.report.sweeps import origins
 
 
@@ -141,7 +141,7 @@ def test_the_leaderboard_is_drawn_with_softmax_at_no_change_of_loss(sweep_folder
 
 
 def test_experiments_are_confirmatory_exploratory_or_not_run_which_comes_last(sweep_folder: Path) -> None:
-    groups = grouped(experiment_sections(collect([sweep_folder]).sweeps, sweep_folder))
+    groups = experiment_groups(experiment_sections(collect([sweep_folder]).sweeps, sweep_folder))
     assert [(one.key, one.folded, [e.name for e in one.experiments]) for one in groups] == [
         ("confirmatory", False, ["table_4", "table_2"]),
         ("exploratory", False, ["mitigations", "mitigations_retuned"]),
@@ -160,7 +160,7 @@ def test_a_reference_to_a_confirmatory_claim_makes_no_experiment_confirmatory(
     )
     summary["claims"] += [own, {**other, "same_as": "table_4.k_biases_take_the_sink"}]
     (folder / "summary.json").write_text(json.dumps(summary))
-    groups = {one.key: one for one in grouped(experiment_sections(collect([folder]).sweeps, folder))}
+    groups = {one.key: one for one in experiment_groups(experiment_sections(collect([folder]).sweeps, folder))}
     assert "mitigations" in [one.name for one in groups["exploratory"].experiments]
 
 

@@ -22,7 +22,7 @@ from sinklab.tables import Table
 ChartRows = Sequence[Mapping[str, Any]]
 Drawing = alt.LayerChart | alt.FacetChart
 """A chart without a width, which depends on the output: page, chart file or notebook."""
-Tip = tuple[str, str, str]
+TooltipField = tuple[str, str, str]
 """A field of a tooltip with its title and number format; the format is empty for text."""
 
 HEIGHT, SHORT, ROW_HEIGHT, LINE_HEIGHT, SEED_HEIGHT = 260, 220, 26, 12, 7
@@ -33,7 +33,7 @@ LETTER = 7
 """Mean width of a character of an axis label in pixels."""
 TITLE_LETTERS = 36
 """Maximum number of characters in a line of a chart's title."""
-WIDE = 30
+LOG_RATIO = 30
 """Ratio of the largest to the smallest value above which an `auto` scale of positive values is logarithmic."""
 DASHES = ([1, 0], [6, 4], [2, 3], [8, 3, 2, 3])
 OURS, PAPER = theme.PALETTE[0], theme.PALETTE[1]
@@ -96,7 +96,7 @@ def lines(
     band: tuple[str, str] | None = None,
     reference: float | None = None,
     curves: ChartRows = (),
-    tips: Sequence[Tip] = (),
+    tips: Sequence[TooltipField] = (),
     height: int = HEIGHT,
     title: str | None = None,
 ) -> Drawing:
@@ -136,8 +136,8 @@ def lines(
     dashed = [*detail, f"{dash}:N"] if dash else detail
     layers: list[alt.Chart] = [*_rules(reference, "y")]
     if curves:
-        said = [_tip("of", "", ""), _tip(x.field, x.name, x.precision), _tip(y.field, y.name, y.precision)]
-        layers.append(_chart(curves).encode(x=across, y=up, detail="of:N", tooltip=said).mark_line(**_DASHED))
+        of_curve = [_tip("of", "", ""), _tip(x.field, x.name, x.precision), _tip(y.field, y.name, y.precision)]
+        layers.append(_chart(curves).encode(x=across, y=up, detail="of:N", tooltip=of_curve).mark_line(**_DASHED))
     if band is not None:
         spread = base.encode(y=_channel("y", y, rows, fields, band[0]), y2=f"{band[1]}:Q", detail=dashed)
         layers.append(spread.mark_area(strokeWidth=0).encode(opacity=faded(0.16, 0.02)))
@@ -147,9 +147,9 @@ def lines(
         patterns = alt.Scale(domain=places, range=[DASHES[at % len(DASHES)] for at in range(len(places))])
         key = legend(2) if len(places) > 1 else None
         drawn = drawn.encode(strokeDash=alt.StrokeDash(f"{dash}:N", title=None, scale=patterns, legend=key))
-    told = [_tip(field, field, "") for field in (colour, dash, *apart) if field]
-    told += [_tip_of(x), _tip_of(y), *(_tip(*tip) for tip in tips)]
-    points = base.mark_point(size=18 if apart else 32).encode(tooltip=told, detail=dashed, **shown)
+    tooltip = [_tip(field, field, "") for field in (colour, dash, *apart) if field]
+    tooltip += [_tip_of(x), _tip_of(y), *(_tip(*tip) for tip in tips)]
+    points = base.mark_point(size=18 if apart else 32).encode(tooltip=tooltip, detail=dashed, **shown)
     layers += [drawn, points if chosen is None else points.add_params(chosen)]
     return _titled(alt.layer(*layers).properties(height=height), title)
 
@@ -165,7 +165,7 @@ def scatter(
     label: str | None = None,
     published: ChartRows = (),
     reference: float | None = None,
-    tips: Sequence[Tip] = (),
+    tips: Sequence[TooltipField] = (),
 ) -> Drawing:
     """Draw a scatter plot with a point per row of data; a categorical y axis has a row per category.
 
@@ -190,7 +190,7 @@ def scatter(
     coloured = base.encode(color=colour_of(order, colour) if len(order) > 1 else alt.value(OURS))
     series = [(colour, colour, "")] if len(order) > 1 else []
     texts, numbers = [*series, *(tip for tip in tips if not tip[2])], [tip for tip in tips if tip[2]]
-    told = [*(_tip(*tip) for tip in texts), _tip_of(x), _tip_of(y), *(_tip(*tip) for tip in numbers)]
+    tooltip = [*(_tip(*tip) for tip in texts), _tip_of(x), _tip_of(y), *(_tip(*tip) for tip in numbers)]
     layers: list[alt.Chart] = [*_rules(reference, "x" if y.order is not None else "y")]
     if join is not None:
         joined: Any = colour_of(order, colour) if join == colour else alt.value("currentColor")
@@ -199,9 +199,9 @@ def scatter(
         if any(fields[1] in row for row in rows):
             bar: Any = {name: _channel(name, axis, both, fields, fields[1]), f"{name}2": f"{fields[2]}:Q"}
             layers.append(coloured.mark_rule(opacity=0.5).encode(**bar))
-    layers.append(coloured.mark_point(size=56, filled=True, opacity=0.9).encode(tooltip=told))
+    layers.append(coloured.mark_point(size=56, filled=True, opacity=0.9).encode(tooltip=tooltip))
     if published:
-        paper = _chart(published).encode(**placed, color=colour_of(order, colour), tooltip=told)
+        paper = _chart(published).encode(**placed, color=colour_of(order, colour), tooltip=tooltip)
         layers.append(paper.mark_point(shape="diamond", **_OPEN))
     if label is not None:
         layers.append(coloured.mark_text(align="left", dx=8, dy=-8).encode(text=f"{label}:N"))
@@ -261,7 +261,7 @@ def dots(
         }
         return mark.encode(**channels, **more)
 
-    def said(*tips: Tip) -> list[alt.Tooltip]:
+    def tooltip_of(*tips: TooltipField) -> list[alt.Tooltip]:
         return [_tip("cell", "cell", ""), *(_tip(*tip) for tip in tips)]
 
     known = {field for row in middles for field in row}
@@ -278,16 +278,16 @@ def dots(
     form = f",.{decimals}f"
     if "median" in known:
         tick = middle.mark_tick(thickness=2.5, size=15, color=OURS).transform_filter("isValid(datum.median)")
-        tooltip = said(*((name, name, form) for name in ("median", "smallest", "largest")))
+        tooltip = tooltip_of(*((name, name, form) for name in ("median", "smallest", "largest")))
         layers.append(placed(tick, "median", tooltip=tooltip))
     if "beyond" in known:
         shape = "triangle-up" if upright else "triangle-right"
         arrow = middle.mark_point(shape=shape, size=90, filled=True, opacity=1, color=OURS)
-        tooltip = said(("never_reached", f"{replicate}s without the event", "d"))
+        tooltip = tooltip_of(("never_reached", f"{replicate}s without the event", "d"))
         layers.append(placed(arrow.transform_filter("isValid(datum.beyond)"), "beyond", tooltip=tooltip))
     if paper:
         diamond = alt.Chart(_PAPER).mark_point(shape="diamond", color=PAPER, **_OPEN)
-        layers.append(placed(diamond, "value", tooltip=said(("value", "paper", f",.{max(decimals, 2)}f"))))
+        layers.append(placed(diamond, "value", tooltip=tooltip_of(("value", "paper", f",.{max(decimals, 2)}f"))))
     if seeds:
         point = alt.Chart(_SEEDS).mark_point(size=38, opacity=0.85, color=OURS)
         if any("link" in row for row in seeds):
@@ -295,7 +295,7 @@ def dots(
         # points use at most half of their column, or two thirds of their row, so that cells are separated
         reach = (2 if upright else 1.5) * max(2.0, *(abs(row["place"]) for row in seeds))
         offset: Any = {f"{across}Offset": _OFFSETS[across]("place:Q", scale=alt.Scale(domain=[-reach, reach]))}
-        tooltip = said(("seed", replicate, "d"), ("value", "value", f",.{decimals + 1}f"), ("run", "run", ""))
+        tooltip = tooltip_of(("seed", replicate, "d"), ("value", "value", f",.{decimals + 1}f"), ("run", "run", ""))
         layers.append(placed(point, "value", **offset, tooltip=tooltip))
     most_seeds = max(count.values(), default=1)  # the points of a row are offset vertically
     row_height = max(_listed_height([*labels], label_width), SEED_HEIGHT * (most_seeds + 1))
@@ -310,7 +310,7 @@ def _listed_height(labels: Sequence[Any], label_width: int) -> int:
 
 
 @dataclass(frozen=True)
-class Side:
+class HeatmapAxis:
     """An axis of a heatmap: title, number of the first row or column, and whether row numbers increase upwards."""
 
     title: str
@@ -318,12 +318,12 @@ class Side:
     upwards: bool = False
 
 
-LAYERS = Side("Layer", upwards=True)
-BLOCKS = Side("After block", first=0, upwards=True)
-HEADS = Side("Head")
-POSITIONS = Side("Position (the first token is 1)")
-KEYS = Side("Position of the key")
-QUERIES = Side("Position of the query")
+LAYERS = HeatmapAxis("Layer", upwards=True)
+BLOCKS = HeatmapAxis("After block", first=0, upwards=True)
+HEADS = HeatmapAxis("Head")
+POSITIONS = HeatmapAxis("Position (the first token is 1)")
+KEYS = HeatmapAxis("Position of the key")
+QUERIES = HeatmapAxis("Position of the query")
 Named = tuple[str, np.ndarray]
 
 
@@ -333,8 +333,8 @@ def heatmaps(
     caption: str,
     named: Iterable[Named],
     scale: ColourScale,
-    rows: Side = LAYERS,
-    columns: Side = HEADS,
+    rows: HeatmapAxis = LAYERS,
+    columns: HeatmapAxis = HEADS,
     height: int | None = None,
     small: bool = True,
 ) -> Figure:
@@ -347,8 +347,8 @@ def heatmap(
     values_YX: np.ndarray,
     scale: ColourScale,
     title: str,
-    rows: Side = LAYERS,
-    columns: Side = HEADS,
+    rows: HeatmapAxis = LAYERS,
+    columns: HeatmapAxis = HEADS,
     height: int | None = None,
     lowest: np.ndarray | None = None,
 ) -> Drawing:
@@ -452,6 +452,9 @@ _DASHED: dict[str, Any] = {"strokeWidth": 1.4, "strokeDash": [4, 3], "color": th
 _OPEN: dict[str, Any] = {"size": 85, "filled": False, "strokeWidth": 2}
 
 
+STEPS = PlotAxis("Training step", "step", "step", whole=True, precision=",d")
+
+
 def layer_axis(rows: ChartRows, title: str) -> PlotAxis:
     """Make an axis of layers (field `layer` of the rows); it has a tick per layer if there are at most 14 layers."""
     found = sorted({row["layer"] for row in rows})
@@ -510,7 +513,7 @@ def _channel(
     low, high = min(values, default=0.0), max(values, default=1.0)
     scale, title = axis.scale, axis.title
     if scale == "auto":
-        scale = "log" if low > 0 and high > WIDE * low else "linear"
+        scale = "log" if low > 0 and high > LOG_RATIO * low else "linear"
     settings = {"zero": axis.zero, "nice": not axis.whole}
     form = axis.format or (",d" if axis.whole else ",~r")
     if scale == "log":

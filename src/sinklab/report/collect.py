@@ -18,7 +18,7 @@ from sinklab.experiments.documents import SUMMARY, CellSummary, RunRecord, Summa
 from sinklab.experiments.sweep.packed import is_packed
 from sinklab.files import folders_with, if_present, parse_json, read_document, read_mapping
 from sinklab.measuring.statistics.highest import later_sink_text
-from sinklab.report.data import ReportData, ReportedRun, Suite, grouped, model_name, recipe_changes
+from sinklab.report.data import ReportData, ReportedRun, Suite, assign_cells, model_name, recipe_changes
 from sinklab.report.sweeps import Sweep, read_sweep, value_text
 from sinklab.schema import ReadDocument, leaves
 from sinklab.survey.suites import SuiteDocument
@@ -89,7 +89,7 @@ def collect(dirs: list[Path]) -> ReportData:
         if (top / name).is_file()
     ]
     place = {suite.top / name: number for suite in suites for number, name in enumerate(suite.document.measured)}
-    runs = sorted(grouped(runs, cells), key=lambda run: place.get(run.path, -1))
+    runs = sorted(assign_cells(runs, cells), key=lambda run: place.get(run.path, -1))
     swept = {sweep.files / run.directory for sweep in sweeps for run in sweep.summary.runs if run.directory}
     assessments = {path.resolve(): path for top in dirs for path in sorted(top.rglob(ASSESSMENT))}
     assessed = [

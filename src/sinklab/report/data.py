@@ -40,7 +40,7 @@ class ReportedRun:
 
     Attributes:
         path: directory of the run or measurement; a placeholder for an unsaved measurement.
-        cell: name shared by runs that differ only in the seed (see `grouped`).
+        cell: name shared by runs that differ only in the seed (see `assign_cells`).
         seed: seed in the recipe, else the number of a folder named `seed_N`; None if there is neither.
         recipe: content of recipe.yaml, possibly in the format of another version of sinklab.
         env: content of env.json; empty if there is no such file.
@@ -244,7 +244,7 @@ def model_label(model: str) -> str:
     return Path(model).name or model
 
 
-def grouped(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun]:
+def assign_cells(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun]:
     """Assign runs whose recipes differ only in the seed to the same cell, and return copies of all runs.
 
     The recipes may also differ in the name and in the settings `MANNER`, which change the result by rounding at most.

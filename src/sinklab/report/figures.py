@@ -12,14 +12,14 @@ from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.measurement import Measurement
 from sinklab.plots import PlotAxis
 from sinklab.report.cells import averaged, cell_rows, curve
-from sinklab.report.charts import Drawing, Figure, Side, heatmaps, layer_axis, lines, scale_over, scatter
+from sinklab.report.charts import STEPS, Drawing, Figure, HeatmapAxis, heatmaps, layer_axis, lines, scale_over, scatter
 from sinklab.report.data import ReportData, ReportedRun, rates_by_eps
 from sinklab.report.measurement_figures import details_figures, importance_figures
 from sinklab.survey import suites
 from sinklab.tables import SINK_1
 
 SPREAD = (("low", "lowest seed", ".3f"), ("high", "highest seed", ".3f"), ("runs", "runs", "d"))
-FAR = 100
+SYMLOG_RATIO = 100
 """Minimum ratio of the last checkpoint's step to the first step above 0 for a symlog axis.
 
 The early checkpoints of public runs are often at powers of two.
@@ -85,8 +85,7 @@ def _loss(data: ReportData) -> Figure | None:
 
 
 def _over_steps(rows: Sequence[dict[str, Any]], data: ReportData, y: PlotAxis) -> Drawing:
-    x = PlotAxis("Training step", "step", "step", whole=True, precision=",d")
-    return lines(rows, x, y, order=data.cells, dash="where", band=("low", "high"), tips=SPREAD)
+    return lines(rows, STEPS, y, order=data.cells, dash="where", band=("low", "high"), tips=SPREAD)
 
 
 def _norm_ratio(data: ReportData) -> Figure | None:
@@ -230,7 +229,7 @@ def _families(document: suites.FamiliesDocument, number: int) -> Figure:
     return Figure(f"families-{number}", "Measured and published sink rates", caption, [chart])
 
 
-CURVES = {
+CHECKPOINT_CURVES = {
     "sink_1": f"{SINK_1} (percent of heads)",
     "sink_bias": "Sink rate of the bias (percent of heads)",
     "uniform_ratio": "Importance of the first token (times uniform)",
@@ -244,13 +243,13 @@ def _checkpoints(document: suites.CheckpointsDocument, eps: float, number: int) 
     """Draw a suite of checkpoints: curves over steps or tokens, and the sink rate by layer and checkpoint."""
     found = sorted(document.measured.values(), key=lambda one: one.step)
     steps = [one.step for one in found if one.step > 0]
-    far = bool(steps) and steps[-1] >= FAR * steps[0]
+    far = bool(steps) and steps[-1] >= SYMLOG_RATIO * steps[0]
     counted, title = ("tokens", "Training tokens") if found[0].unit == "tokens" else ("steps", "Training step")
     ticks = [0, *(10**power for power in range(len(str(found[-1].step))))] if far else None
     scale = "symlog" if far else "linear"
     x = PlotAxis(title, "step", found[0].unit, scale=scale, zero=False, whole=True, precision=",d", ticks=ticks)
     drawn = []
-    for field, title in CURVES.items():
+    for field, title in CHECKPOINT_CURVES.items():
         values = [(one, getattr(one, field)) for one in found]
         rows = [
             {"step": one.step, "checkpoint": one.checkpoint, "value": value}
@@ -275,7 +274,7 @@ def _checkpoints(document: suites.CheckpointsDocument, eps: float, number: int) 
         f"{eps:g}. Checkpoints are ordered by {counted}, from {found[0].step:,} to {found[-1].step:,}.",
         [("first token", layers_LS)],
         scale_over("percent of heads", [layers_LS]),
-        columns=Side("Checkpoint"),
+        columns=HeatmapAxis("Checkpoint"),
         small=False,
     )
     return [curves, layers]

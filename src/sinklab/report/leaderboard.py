@@ -4,6 +4,7 @@ The experiment `mitigations_retuned` (other learning rates) has no rows; it give
 To add a column, add an entry to `_scores`, or set `column` of a number of an assessment (`assessing/parts/`).
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -13,13 +14,13 @@ from sinklab.assessing.parts import NUMBERS
 from sinklab.experiments.documents import CellSummary
 from sinklab.plots import PlotAxis
 from sinklab.report.charts import Figure, scatter
-from sinklab.report.sweep_figures import with_ends
+from sinklab.report.sweep_figures import error_bar
 from sinklab.report.sweeps import Sweep, later_sink_of
 from sinklab.tables import SINK_1, Table, TableCell, TableColumn, counted
 
 MITIGATIONS, RETUNED = "mitigations", "mitigations_retuned"
 LOSS, SINK = "Valid. loss", SINK_1
-FAR = 1.0
+SYMLOG_ABOVE = 1.0
 """Maximum absolute difference from the baseline's loss, nats per token, for a linear axis; else it is symlog."""
 
 
@@ -111,8 +112,8 @@ class Leaderboard:
                 "model": cell,
                 "kind": self.baseline if cell == self.baseline else "mitigations",
                 "named": cell if cell == self.baseline or not dominated[cell] else "",
-                **with_ends("x", loss.median, loss.seeds, least),
-                **with_ends("y", sink.median, sink.seeds),
+                **error_bar("x", loss.median, loss.seeds, least),
+                **error_bar("y", sink.median, sink.seeds),
             }
             for cell, (loss, sink) in scores.items()
         ]
@@ -120,7 +121,7 @@ class Leaderboard:
             f"Validation loss above {self.baseline} (nats / token)",
             "x",
             f"loss above {self.baseline}",
-            scale="symlog" if max(abs(x) for x, _ in points.values()) > FAR else "linear",
+            scale="symlog" if max(abs(x) for x, _ in points.values()) > SYMLOG_ABOVE else "linear",
             constant=0.05,
             zero=False,
             precision="+.3f",
@@ -153,7 +154,7 @@ def leaderboard(sweep: Sweep) -> Leaderboard | None:
     numbers = {run_hash: assessment.numbers() for run_hash, assessment in assessed.items()}
     found = {name: _scores(sweep, name, cell, numbers) for name, cell in cells.items()}
     scores = {name: [score for _, score in pairs] for name, pairs in found.items()}
-    by_loss = sorted(cells, key=lambda name: (scores[name][0] is None, (scores[name][0] or SeedScore(0.0, ())).median))
+    by_loss = sorted(cells, key=lambda name: score.median if (score := scores[name][0]) else math.inf)
     first = summary.experiments[experiments[0]]
     return Leaderboard(
         first.scale,

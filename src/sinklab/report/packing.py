@@ -29,7 +29,8 @@ from sinklab.experiments.verdicts.counts import remarks_on_counts
 from sinklab.files import read_mapping, write_text
 from sinklab.outputs import RECIPE, REPORT, check_results
 from sinklab.report.collect import collect
-from sinklab.report.page import export_charts, render
+from sinklab.report.data import ReportData
+from sinklab.report.page import CHARTS, export_charts, render
 from sinklab.report.sections import glance
 from sinklab.report.sweeps import Sweep, origins, with_runs
 from sinklab.schema import leaves
@@ -39,10 +40,9 @@ from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 
 CHECKED = (RECIPE, METRICS)
 COMMAND = "command"  # key of env.json that is not packed, because it contains local paths
-CHARTS = "charts"
 
 
-def pack_sweep(dirs: Sequence[Path], out: Path) -> Path:
+def pack_sweep(found: ReportData, out: Path) -> Path:
     """Copy the results and recipes of a sweep into a folder, and return it.
 
     The runs, manifests and charts of an earlier copy in the folder are removed first.

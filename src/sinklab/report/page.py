@@ -18,7 +18,6 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +42,17 @@ from sinklab.report.charts import Figure
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun, model_label
 from sinklab.report.figures import figures
+from sinklab.report.html import template_text, templates
 from sinklab.report.leaderboard import leaderboard
 from sinklab.report.measurement_figures import explorers
-from sinklab.report.result_tables import answers_table, assessment_table, suite_tables, templates
-from sinklab.report.sections import ExperimentGroup, experiment_sections, glance, grouped
+from sinklab.report.result_tables import answers_table, assessment_table, suite_tables
+from sinklab.report.sections import ExperimentGroup, experiment_groups, experiment_sections, glance
 from sinklab.report.sweep_figures import forests
 from sinklab.report.sweeps import Sweep, origins
 from sinklab.tables import Table
 
+CHARTS = "charts"
+"""Folder of the chart files, next to the page."""
 SNIPPET = "window.vegaEmbed = vegaEmbed;"
 OFFLINE: dict[str, Any] = {"allowed_base_urls": []}
 """Options of vl-convert that disallow loading data from URLs; chart data is inline."""
@@ -89,7 +91,7 @@ def write_page(data: ReportData, out: Path | None = None, formats: Sequence[str]
     check_writable(target.parent)
     check_file(target, REPORT)
     if formats:
-        export_charts(data, target.parent / "charts", formats)
+        export_charts(data, target.parent / CHARTS, formats)
     write_text(target, render(data, target.parent, datetime.now(UTC)))
     return target
 
@@ -123,7 +125,7 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
     ]
     tables = [*([cells_table(data)] if data.cells else []), *suite_tables(data), *answers.values()]
     leading = drawn[:1] if not data.sweeps else []
-    groups, explored = grouped(experiments), explorers(data)
+    groups, explored = experiment_groups(experiments), explorers(data)
     contents = [
         *([("glance", "The paper at a glance")] if lines else []),
         *_anchors(compared),
@@ -138,7 +140,10 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
         for figure in charted
         for index, chart in enumerate(figure.charts)
     }
-    scripts = [vega_bundle(), *(_template(f"{name}.js") for name in ("report", "board", *["explore"] * bool(explored)))]
+    scripts = [
+        vega_bundle(),
+        *(template_text(f"{name}.js") for name in ("report", "board", *["explore"] * bool(explored))),
+    ]
     return (
         templates()
         .get_template("report.html.j2")
@@ -169,7 +174,7 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
             figures=drawn[len(leading) :],
             charts=Markup(json_for_script({"config": theme.config(), "specs": specs})),
             scripts=[Markup(script) for script in scripts],
-            style=Markup("".join(_template(f"{name}.css") for name in ("report", "experiments", "explore"))),
+            style=Markup("".join(template_text(f"{name}.css") for name in ("report", "experiments", "explore"))),
             policy=content_policy(scripts),
             runs=[_provenance(data, run, page) for run in data.runs],
             written=written.strftime(" %Y-%m-%d %H:%M UTC") if written else "",
@@ -262,10 +267,6 @@ def _marked_png(png: bytes) -> bytes:
     chunk = b"tEXtSoftware\0" + CHART_MARK
     whole = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
     return png[:-PNG_END] + whole + png[-PNG_END:]
-
-
-def _template(name: str) -> str:
-    return (files("sinklab.report") / "templates" / name).read_text(encoding="utf-8")
 
 
 @cache

@@ -1,17 +1,10 @@
-"""Tables of measurements, comparisons and assessments for the page, terminal and notebooks; the page's templates."""
+"""Tables of measurements, comparisons and assessments for the page, terminal and notebooks."""
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
-
-import jinja2
-from markupsafe import Markup
 
 from sinklab.assessing.assessment import Assessment
-from sinklab.experiments.documents import VERDICTS
-from sinklab.measuring.answer import answer
 from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import Details
@@ -21,7 +14,6 @@ from sinklab.report.data import ReportData, rates_by_eps
 from sinklab.survey.suites import ComparedQuantity, ComparisonDocument
 from sinklab.tables import NOTHING, SINK_1, Table, TableCell, TableColumn, Value, names, numbers, plural
 
-BREAKS = re.compile(r"(?<=[_/])(?=\w)")
 POSITIONS = 6  # number of first positions with a row of their own in the table of a measurement
 SHOWN_SINKS = 3  # maximum number of secondary sinks shown at positions 2 to 4, and likewise at later positions
 Labelled = Sequence[tuple[str, Measurement]]
@@ -78,7 +70,7 @@ def ablations_table(measured: Labelled) -> Table | None:
         "Both losses of an ablation are computed over the same targets.",
         "The highest sink is the maximum over positions 1 to T / 2; an ablation can shift the sink to another token.",
         *(
-            f"{_of(label)}{one.name}: {'; '.join(one.sentences)}; targets from position {one.first_target} on."
+            f"{_prefix(label)}{one.name}: {'; '.join(one.sentences)}; targets from position {one.first_target} on."
             for label, one in found
         ),
     ]
@@ -105,7 +97,8 @@ def propositions_table(measured: Labelled) -> Table | None:
         for label, one in found
     ]
     notes = [
-        f"{_of(label)}{f'proposition {one.number}' if one.number else 'no proposition'} of the paper: {one.statement}."
+        f"{_prefix(label)}{f'proposition {one.number}' if one.number else 'no proposition'} of the paper: "
+        f"{one.statement}."
         for label, one in found
     ]
     return _without_model(Table("Repeated tokens: the paper's propositions", columns, rows, notes, "propositions"))
@@ -119,7 +112,7 @@ def _verdict(one: Propositions) -> str:
     return "holds" if one.holds else "does not hold"
 
 
-def _of(label: str) -> str:
+def _prefix(label: str) -> str:
     return f"{label}, " if label else ""
 
 
@@ -136,6 +129,12 @@ def measurement_tables(m: Measurement) -> list[Table]:
     labelled = [make(one) for make in (ablations_table, mixing_table, propositions_table)]
     made = [_positions(m), _by_length(m), layers_table(one), _massive(m), *labelled, secondary_table(one, SHOWN_SINKS)]
     return [table for table in made if table is not None]
+
+
+def measurement_title(m: Measurement) -> str:
+    """Return model, revision, number and length of the sequences, and inputs of a measurement."""
+    model = (m.model or "model") + (f" at {m.revision}" if m.revision else "")
+    return f"{model}: {plural(m.sequences, 'sequence')} of {m.length} tokens, {m.inputs}"
 
 
 def measurement_facts(m: Measurement) -> list[str]:
@@ -224,11 +223,11 @@ def layers_table(measured: Labelled) -> Table:
         hidden = m.hidden_norm_ratio or []
         aligned = len(hidden) == m.layers + 1  # false for hybrid models, in which some blocks have no attention
         if hidden:
-            rows.append([f"{_of(label)}input", None, None, None, hidden[0], *[None] * (4 + len(titles))])
+            rows.append([f"{_prefix(label)}input", None, None, None, hidden[0], *[None] * (4 + len(titles))])
         for layer in range(m.layers):
             heads_H = m.importance[layer, :, 0]
             found = [
-                f"{_of(label)}{'layer ' if label else ''}{layer + 1}",
+                f"{_prefix(label)}{'layer ' if label else ''}{layer + 1}",
                 float(heads_H.mean()),
                 None if m.importance_visible is None else float(m.importance_visible[layer, :, 0].mean()),
                 f"{heads_H.max():.3f} (head {int(heads_H.argmax()) + 1})",
@@ -275,7 +274,7 @@ def mixing_table(measured: Labelled) -> Table | None:
     heads = [TableColumn("after block", text=True), *numbers(".4f", "unchanged", "without key 1")]
     heads += numbers(".2f", "ratio")
     rows = [
-        (f"{_of(label)}{block or 'input'}", whole, without, without / whole if whole else None)
+        (f"{_prefix(label)}{block or 'input'}", whole, without, without / whole if whole else None)
         for label, one in found
         for block, (whole, without) in enumerate(zip(one.spread, one.spread_without_first, strict=True))
     ]
@@ -296,7 +295,7 @@ def secondary_table(measured: Labelled, shown: int | None = None) -> Table | Non
         if m.details is not None and m.details.secondary_sinks:
             sinks = m.details.secondary_sinks
             found += [(label, one) for one in (first_of_each(sinks, shown) if shown else sinks)]
-            rates.append(f"{_of(label)}{m.details.secondary_rate:.2f} %")
+            rates.append(f"{_prefix(label)}{m.details.secondary_rate:.2f} %")
     if not found:
         return None
     heads = [*names("sequence and position"), *numbers("", "token id"), *numbers(".1f", "heads (%)")]
@@ -304,7 +303,7 @@ def secondary_table(measured: Labelled, shown: int | None = None) -> Table | Non
     heads += numbers("", "sink in layers", "aligned with token 1 after blocks")
     rows = [
         (
-            f"{_of(label)}sequence {one.sequence}, position {one.position}",
+            f"{_prefix(label)}sequence {one.sequence}, position {one.position}",
             str(one.token),
             one.heads,
             one.importance,
@@ -356,37 +355,3 @@ def assessment_table(document: Assessment, title: str = "Costs and benefits of t
             rows.append((name, row.what, effect.loss, row.added, perplexity, effect.kl, row.more))
     notes = [*(f"{remark}." for remark in document.remarks()), *_remarks(document)]
     return Table(title, columns, rows, notes, key)
-
-
-@cache
-def templates() -> jinja2.Environment:
-    """Return the Jinja2 environment of the page's templates, with autoescaping of all values except `Markup`."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("sinklab.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters |= {"verdict_class": verdict_class, "html_text": html_text}
-    return environment
-
-
-def html_text(text: str) -> Markup:
-    """Escape a text for HTML, with a subscript in `Sink_1` and optional line breaks (`<wbr>`) after `_` and `/`."""
-    plain = text.replace("Sink_1", SINK_1)
-    return Markup("<wbr>").join(BREAKS.split(plain))
-
-
-def verdict_class(verdict: str) -> str:
-    """Return the CSS class of a verdict's badge; `inconclusive` for an unknown verdict."""
-    return verdict.replace(" ", "-") if verdict in VERDICTS else "inconclusive"
-
-
-def html(m: Measurement) -> str:
-    """Render a measurement (facts, answer, tables, notes) as an HTML fragment without scripts or external resources."""
-    draw = templates().get_template("table.html.j2").module.draw  # type: ignore[attr-defined]
-    about = f"{m.model or 'model'}: {plural(m.sequences, 'sequence')} of {m.length} tokens, {m.inputs}"
-    texts = (about, ", ".join(measurement_facts(m)), " ".join(answer(m)))
-    parts = [Markup("<p><b>{}</b><br>{}</p><p>{}</p>").format(*texts), *map(draw, measurement_tables(m))]
-    return str(Markup("").join([*parts, *(Markup("<p>note: {}</p>").format(note) for note in m.notes)]))

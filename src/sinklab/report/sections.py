@@ -5,11 +5,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sinklab.experiments.documents import ANALYSES, CellSummary, ExperimentSummary, JudgedClaim, Summary, verdict_counts
+from sinklab.experiments.documents import (
+    ANALYSES,
+    Analysis,
+    CellSummary,
+    ExperimentSummary,
+    JudgedClaim,
+    Summary,
+    verdict_counts,
+)
 from sinklab.experiments.paper import PaperStatement, statements
 from sinklab.experiments.verdicts.wording import number, unit
 from sinklab.report.charts import Figure
-from sinklab.report.sweep_figures import experiment_figures, link_to, with_keys
+from sinklab.report.sweep_figures import experiment_figures, experiment_keys, link_to
 from sinklab.report.sweeps import Sweep, experiment_table, grid_tables, paper_models, quantity_of, value_text
 from sinklab.tables import Table, TableCell, TableColumn, counted, names
 
@@ -43,7 +51,7 @@ class GlanceLine:
 
 def glance(sweeps: Sequence[Sweep]) -> list[GlanceLine]:
     """Collect the paper's statements that have claims in the sweeps."""
-    keys = {(sweep.top, name): key for sweep, name, key in with_keys(sweeps)}
+    keys = {(sweep.top, name): key for sweep, name, key in experiment_keys(sweeps)}
     lines = []
     for place, statement in enumerate(statements(), 1):
         parts = [
@@ -139,7 +147,7 @@ def experiment_sections(sweeps: Sequence[Sweep], page: Path) -> list[ExperimentS
     Raises:
         InputError: if metrics.jsonl of a run cannot be read or has an invalid line.
     """
-    return [_section(sweep, name, key, page) for sweep, name, key in with_keys(sweeps)]
+    return [_section(sweep, name, key, page) for sweep, name, key in experiment_keys(sweeps)]
 
 
 def _section(sweep: Sweep, name: str, key: str, page: Path) -> ExperimentSection:
@@ -149,7 +157,8 @@ def _section(sweep: Sweep, name: str, key: str, page: Path) -> ExperimentSection
     run = any(claim.verdict != "not run" for claim in own)
     if not claims:
         run = any(cell.seeds or cell.count("failed") for cell in cells.values())
-    analysis = ANALYSES[0] if any(claim.analysis == ANALYSES[0] for claim in own) else ANALYSES[1]
+    confirmatory = any(claim.analysis == "confirmatory" for claim in own)
+    analysis: Analysis = "confirmatory" if confirmatory else "exploratory"
     return ExperimentSection(
         key=key,
         name=name,
@@ -193,7 +202,7 @@ def _cell_section(sweep: Sweep, experiment: ExperimentSummary, name: str, cell: 
     return CellSection(name, change, badges, Table(f"runs of {name}", columns, rows).without_empty_columns())
 
 
-def grouped(experiments: Sequence[ExperimentSection]) -> list[ExperimentGroup]:
+def experiment_groups(experiments: Sequence[ExperimentSection]) -> list[ExperimentGroup]:
     """Group the experiments into those run with confirmatory claims, those run without such claims, and those not run.
 
     Empty groups are omitted.

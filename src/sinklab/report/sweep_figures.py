@@ -15,7 +15,7 @@ from sinklab.experiments.paper import statements
 from sinklab.experiments.quantities import Quantity
 from sinklab.experiments.verdicts.wording import number
 from sinklab.plots import PlotAxis
-from sinklab.report.charts import Drawing, Figure, dots, lines, scatter
+from sinklab.report.charts import STEPS, Drawing, Figure, dots, lines, scatter
 from sinklab.report.sweeps import Sweep, quantity_of
 from sinklab.schema import finite_or_none
 from sinklab.tables import NOTHING, SINK_1, Table, TableColumn, names
@@ -29,8 +29,7 @@ FEWEST_ORDERED = 3
 LAYER_NUMBERS = ("sink_layer_", "layer_step_")
 """Prefixes of quantities of one layer; an experiment with such a quantity has a figure of the sinks by layer."""
 STATEMENT_PIXELS = 215
-STEPS = PlotAxis("Training step", "step", "step", whole=True, precision=",d")
-CURVES: Sequence[tuple[set[str], str, Callable[[Evaluation], float | None], bool]] = (
+TRAINING_CURVES: Sequence[tuple[set[str], str, Callable[[Evaluation], float | None], bool]] = (
     (
         {"emergence_step", "sink_step", "norm_step", "loss_change"},
         f"{SINK_1} (percent of heads)",
@@ -64,7 +63,7 @@ def cell_order(cells: Sequence[str]) -> tuple[str, dict[str, str]] | None:
     return words.pop().replace("_", " "), {name: name for name in others} | labels
 
 
-def with_keys(sweeps: Sequence[Sweep]) -> list[tuple[Sweep, str, str]]:
+def experiment_keys(sweeps: Sequence[Sweep]) -> list[tuple[Sweep, str, str]]:
     """Return (sweep, experiment, key) for every experiment, with a key for its anchor and chart files.
 
     Keys are unique among the experiments, and consist of letters, digits, - and _.
@@ -92,12 +91,12 @@ def experiment_figures(sweep: Sweep, name: str, key: str, page: Path) -> list[Fi
     cells = sweep.summary.cells_of(name)
     asked = {*experiment.columns, *(claim.quantity for claim in sweep.summary.claims_of(name))}
     made = [_numbers(sweep, experiment, cells, key, page)]
-    if chart := against(cells, experiment):
+    if chart := quantity_scatter(cells, experiment):
         first, second = (_label(quantity_of(one)) for one in experiment.against)
         many = f"{experiment.replicate}s"
         caption = f"Each point is a model: the median over {many}. Bars extend from the minimum to the maximum."
         made.append(Figure(f"{key}-against", f"{experiment.title}: {second} versus {first}", caption, [chart]))
-    curves = [(title, value, zero) for quantities, title, value, zero in CURVES if quantities & asked]
+    curves = [(title, value, zero) for quantities, title, value, zero in TRAINING_CURVES if quantities & asked]
     by_layer = any(one.startswith(LAYER_NUMBERS) for one in asked)
     runs = [(cell, run) for cell, found in cells.items() for run in found.runs] if curves or by_layer else []
     evaluations = [(cell, run.seed, one) for cell, run in runs for one in sweep.history(run)]
@@ -173,7 +172,7 @@ def _numbers(
     return Figure(f"{key}-numbers", experiment.title, caption, drawn, small=True)
 
 
-def against(cells: dict[str, CellSummary], experiment: ExperimentSummary) -> Drawing | None:
+def quantity_scatter(cells: dict[str, CellSummary], experiment: ExperimentSummary) -> Drawing | None:
     """Plot the second quantity of `experiment.against` against the first, with a colour per model family.
 
     None if the experiment does not name two such quantities, or no cell has a finite median of both.
@@ -185,8 +184,8 @@ def against(cells: dict[str, CellSummary], experiment: ExperimentSummary) -> Dra
         {
             "model": name.rpartition("/")[0] or name,
             "family": experiment.families.get(name, OTHER_MODELS),
-            **with_ends("x", x.median, [x.smallest, x.largest] if len(x.seeds) > 1 else []),
-            **with_ends("y", y.median, [y.smallest, y.largest] if len(y.seeds) > 1 else []),
+            **error_bar("x", x.median, [x.smallest, x.largest] if len(x.seeds) > 1 else []),
+            **error_bar("y", y.median, [y.smallest, y.largest] if len(y.seeds) > 1 else []),
         }
         for name, cell in cells.items()
         if (x := cell.estimate(across.name)) and (y := cell.estimate(up.name))
@@ -247,7 +246,7 @@ def _forest(sweep: Sweep, key: str, page: Path) -> Figure | None:
     return Figure(key, f"Our sink rates{scale} compared with the paper's", caption, [chart], table=table)
 
 
-def with_ends(field: str, value: float, spread: Sequence[float | None], baseline: float = 0.0) -> dict[str, Any]:
+def error_bar(field: str, value: float, spread: Sequence[float | None], baseline: float = 0.0) -> dict[str, Any]:
     """Return the coordinate FIELD of a point and the ends FIELD_low and FIELD_high of its error bar.
 
     `baseline` is subtracted from all three. The ends are omitted if fewer than two values of `spread` are known.

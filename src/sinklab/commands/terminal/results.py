@@ -100,12 +100,10 @@ def print_assessment(assessment: "Assessment", console: Console, full: bool = Fa
 
 def print_measurement(measurement: "Measurement", console: Console) -> None:
     """Print the conclusion, tables and notes of one measurement."""
-    m = measurement
-    model = (m.model or "model") + (f" at {m.revision}" if m.revision else "")
-    title = f"{model}: {plural(m.sequences, 'sequence')} of {m.length} tokens, {m.inputs}"
-    print_title(title, console, result_tables.measurement_facts(m))
-    console.print(" ".join(answer(m)), markup=False, highlight=False)
-    for table in result_tables.measurement_tables(m):
+    facts = result_tables.measurement_facts(measurement)
+    print_title(result_tables.measurement_title(measurement), console, facts)
+    console.print(" ".join(answer(measurement)), markup=False, highlight=False)
+    for table in result_tables.measurement_tables(measurement):
         print_table(table, console)
     print_notes(measurement.notes, console)
 
