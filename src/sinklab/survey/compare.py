@@ -22,9 +22,8 @@ from sinklab.schema import finite_or_none
 from sinklab.survey.measure_many import Item, Outcome, deciding_request, measure_all, text_hash
 from sinklab.survey.measure_one import check_loadable, measure_loaded
 from sinklab.survey.request import Request
-from sinklab.survey.suites import ComparedQuantity
+from sinklab.survey.suites import ComparedQuantity, ComparisonDocument
 
-COMPARISON = "comparison.json"
 POSITIONS = 4
 PER_TOKEN = "nats/token"
 
@@ -120,17 +119,16 @@ def compare_models(
 
     items = []
     for name, model in named.items():
-        decides = deciding_request(model, Path(model).expanduser(), source, loading, request)
+        decides = deciding_request(model, Path(model), source, loading, request)
         items.append(Item(name, decides, partial(measure, model)))
-
-    def comparison_of(outcome: Outcome) -> Comparison:
-        return Comparison(None if text is None else str(text), outcome)
 
     def prepare(unfinished: Sequence[str]) -> None:
         for name in unfinished:
             check_loadable(named[name], loading)
 
-    return measure_all(items, comparison_of, out, COMPARISON, observe, prepare=prepare, stop_at_failure=True)
+    result_of = partial(Comparison, None if text is None else str(text))
+    document = ComparisonDocument.file
+    return measure_all(items, result_of, out, document, observe, prepare=prepare, stop_at_failure=True)
 
 
 def labels(models: Sequence[str]) -> dict[str, str]:
@@ -150,7 +148,7 @@ def labels(models: Sequence[str]) -> dict[str, str]:
 
 def _parts(model: str) -> tuple[str, ...]:
     """Return the parts of a local model's resolved path, without the root; for a Hugging Face id, one part: the id."""
-    path = Path(model).expanduser()
+    path = Path(model)
     if path.exists():
         return path.resolve().parts[1:]
     return ("/".join(part for part in path.parts if part not in (path.anchor, "..")),)
