@@ -1,5 +1,7 @@
 """Conversations as tokens, labels and held-out sets, and refused ones; without trl."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,8 +9,11 @@ import transformers as hf
 from chats import MARKED, exported, sheep_chats, tuned_run, write_chats
 
 from sinklab.errors import InputError
+from sinklab.models.huggingface.loading import AS_IT_IS
+from sinklab.tuning import sft_dataset
 from sinklab.tuning.chats import ChatTemplate, TokenizedChat, first_tokens, read_chats
 from sinklab.tuning.settings import TuneOptions, held_out_for, length_for, settings_for
+from sinklab.tuning.sft_dataset import TuneSources, prepare_dataset
 
 TALK = [
     {"role": "system", "content": "count"},
@@ -141,6 +146,20 @@ def test_the_defaults_are_those_of_the_paper() -> None:
     settings = settings_for(TuneOptions(), length, held_out_for(TuneOptions(), 200_100), trained=200_000)
     assert (settings.lr, settings.batch_size, settings.length, settings.steps) == (2e-5, 64, 2048, 3125)
     assert (settings.held_out, settings.micro_batch, settings.eval_every) == (100, 2, 312)
+
+
+def test_conversations_may_be_as_long_as_the_context_that_yarn_extends(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sft_dataset, "LIBRARIES", ())
+    extended = Path(shutil.copytree(folder, tmp_path / "extended"))
+    config = json.loads((extended / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 48}
+    (extended / "config.json").write_text(json.dumps(config))
+    sources, options = TuneSources(sheep_chats(tmp_path / "chats.jsonl")), TuneOptions(length=96, sink_length=12)
+    assert prepare_dataset(str(extended), sources, options, AS_IT_IS).tuning.asked.length == 96
+    with pytest.raises(InputError, match="set at most --length 48"):
+        prepare_dataset(str(folder), sources, options, AS_IT_IS)
 
 
 def test_what_does_not_go_together_is_refused() -> None:

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from sinklab.errors import InputError
 from sinklab.settings import ADVANCED, MEASURED, MOST, TRAINING, CommandSettings, Flag
+from sinklab.tables import plural
 
 LONGEST = 2048
 HELD_OUT = 100
@@ -123,7 +124,7 @@ def held_out_for(options: TuneOptions, conversations: int) -> int:
     """
     if conversations < 2:
         raise InputError(
-            f"{conversations} usable conversation{'' if conversations == 1 else 's'}: at least 2 are needed, one for "
+            f"{plural(conversations, 'usable conversation')}: at least 2 are needed, one for "
             "training and one held out; add conversations or raise --length"
         )
     count = min(HELD_OUT, max(1, conversations // 10)) if options.held_out is None else options.held_out

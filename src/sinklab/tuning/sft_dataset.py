@@ -4,7 +4,6 @@ import hashlib
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -13,17 +12,12 @@ from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.files import sha256_of
 from sinklab.measuring.inputs import natural_text, with_prefix
-from sinklab.models.families import text_config
-from sinklab.models.huggingface.anatomy import quantisation
 from sinklab.models.huggingface.loading import DEVICE_MAP, Loading
 from sinklab.opening import Model, open_model
 from sinklab.train.recipe import load_recipe
 from sinklab.tuning.chats import ChatTemplate, TokenizedChat, first_tokens, read_chats
 from sinklab.tuning.settings import TuneManifest, TuneOptions, held_out_for, length_for, settings_for
 from sinklab.tuning.tuned_directory import Tuning
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 LIBRARIES = ("torch", "transformers", "trl", "accelerate")
 
@@ -75,8 +69,7 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
         raise InputError(f"--chat-template {sources.template} cannot be read: {error}") from error
     opened = open_trainable(model, loading)
     template = ChatTemplate(opened.tokenizer, given)
-    config = text_config(opened.module.config)
-    length = length_for(options, getattr(config, "max_position_embeddings", None) or None)
+    length = length_for(options, opened.adapter.limit)
     usable, counts = read_chats(sources.chats, template, length, options.seed)
     count = held_out_for(options, len(usable))
     held_out, trained = usable[:count], usable[count:]
@@ -132,9 +125,9 @@ def open_trainable(name: str, loading: Loading) -> Model:
     if pick_device(loading.device).type == "cuda" and torch.cuda.device_count() > 1:
         raise InputError("tuning uses one GPU, but several are visible: select one, as in CUDA_VISIBLE_DEVICES=0")
     model = open_model(name, replace(loading, dtype="float32"), as_transformers=True)
-    if quantised := quantisation(cast("PreTrainedModel", model.module).config):
+    if method := model.adapter.quantised:
         raise InputError(
-            f"the weights of {name} are quantised ({quantised}) and cannot be trained: use the unquantised model"
+            f"the weights of {name} are quantised ({method}) and cannot be trained: use the unquantised model"
         )
     return model
 
