@@ -13,6 +13,8 @@ from sinklab.attention import one_pass
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.api import measure
 from sinklab.measuring.huggingface.probe import probe
+from sinklab.measuring.surgery import swapped_positions
+from sinklab.models.adapter import adapt
 from sinklab.models.huggingface.anatomy import attention_layers
 
 
@@ -178,13 +180,15 @@ def test_long_logits_are_never_whole_and_the_loss_is_the_same(monkeypatch: pytes
     heads = {  # softcap, scale, tied, tied, bias, read from a part of the base model, divisor
         **{name: FAMILIES[name] for name in ("gemma2, softcap and window 5", "cohere", "gpt2", "mpt", "gptj", "opt")},
         "granite": lambda: hf.GraniteConfig(**GROUPED, logits_scaling=3.0),
+        "modernbert": lambda: hf.ModernBertDecoderConfig(**SMALL),  # its LM head has the name of a body, `decoder`
     }
     for config in heads.values():
         torch.manual_seed(0)
         model: Any = hf.AutoModelForCausalLM.from_config(config()).eval()
         tokens = family_tokens()
-        if getattr(model.lm_head, "bias", None) is not None:
-            torch.nn.init.normal_(model.lm_head.bias)
+        head = model.get_output_embeddings()
+        if head.bias is not None:
+            torch.nn.init.normal_(head.bias)
         mask = torch.ones_like(tokens)
         mask[0, :3] = 0
         mask[1, 9:] = 0
@@ -239,6 +243,24 @@ def test_a_cache_filled_outside_of_the_probe_is_refused_with_what_to_do() -> Non
         cache = model(tokens, use_cache=True).past_key_values
         with probe(model), pytest.raises(SinklabError, match="before the first call"):
             model(tokens[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("encoder_layers", [2, 3])
+def test_the_language_model_of_a_multimodal_model_is_measured(encoder_layers: int) -> None:
+    vision = hf.SiglipVisionConfig(
+        **dict[str, Any](SMALL, num_hidden_layers=encoder_layers), image_size=28, patch_size=14
+    )
+    text = hf.Gemma3TextConfig(**GROUPED, sliding_window=5, query_pre_attn_scalar=8)
+    config = hf.Gemma3Config(text_config=text, vision_config=vision, image_token_index=63)
+    model: Any = hf.AutoModelForCausalLM.from_config(config).eval()
+    adapter = adapt(model)
+    assert list(adapter.blocks) == list(model.model.language_model.layers)
+    assert (adapter.position_table, adapter.context) == (None, 64)  # not the table of the encoder's patches
+    with pytest.raises(InputError, match="no learned positional embeddings"), swapped_positions(model, 1, 2):
+        pass
+    checked = measure(model, family_tokens()[:, :1].expand(-1, LENGTH), inputs="repeat").propositions
+    assert checked is not None
+    assert checked.holds
 
 
 def test_only_the_attention_layers_of_a_hybrid_are_expected() -> None:

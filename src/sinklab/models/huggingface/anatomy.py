@@ -71,7 +71,7 @@ def decoder_blocks(model: "PreTrainedModel") -> list[nn.Module]:
     if looped_layers(config)[1] > 1:
         return []
     counts = (config.num_hidden_layers, getattr(config, "num_layers", None))
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    lists = [module for module in language_model(model).modules() if isinstance(module, nn.ModuleList)]
     return next((list(blocks) for count in counts for blocks in lists if len(blocks) == count), [])
 
 
@@ -87,16 +87,27 @@ def has_one_stream(config: "PretrainedConfig") -> bool:
 
 def bodies(model: "PreTrainedModel") -> list[nn.Module]:
     """Return the modules whose output may be the input of the LM head: base model and, if separate, decoder (OPT)."""
-    base, decoder = model.base_model, model.get_decoder()
+    base, decoder = model.base_model, language_model(model)
     return [base] if decoder is base or decoder is model else [base, decoder]
 
 
-def learned_positions(model: nn.Module) -> Tensor | None:
+def language_model(model: "PreTrainedModel") -> nn.Module:
+    """Return the language model in a model, without its LM head and without the encoders of images or sound.
+
+    It is what transformers calls the decoder, except in ModernBERT, whose `decoder` is the LM head.
+    """
+    from transformers import PreTrainedModel
+
+    decoder = model.get_decoder()
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
+
+
+def learned_positions(model: "PreTrainedModel") -> Tensor | None:
     """Return the learned positional embeddings (positions, hidden size), a view of the weight; None without them.
 
     Row 0 is position 1; unused rows (the first two in OPT) are excluded.
     """
-    for name, module in model.named_modules():
+    for name, module in language_model(model).named_modules():
         if name.rpartition(".")[2] in POSITION_TABLES and isinstance(module, nn.Embedding):
             return module.weight[getattr(module, "offset", 0) :]
     return None
