@@ -106,12 +106,18 @@ SPECIAL: dict[str, dict[str, Any]] = {
 """Values of config fields that only some architectures need, by model type; None leaves a field at its default."""
 
 
-def small_config(model_type: str) -> Any:
-    """Return the config of a small model. Fields whose values the architecture rejects are left at their defaults."""
-    config_class = CONFIG_MAPPING[model_type]
+def small_config(config_class: Any) -> Any:
+    """Return the config of a small model, also of its parts (such as text and images).
+
+    Fields whose values the architecture rejects are left at their defaults.
+    """
     known = set(inspect.signature(config_class.__init__).parameters) | set(config_class.__dataclass_fields__)
     renamed = set(config_class.attribute_map)
-    fields = {name: value for name, value in SMALL.items() if name in known - renamed} | SPECIAL.get(model_type, {})
+    fields = {name: value for name, value in SMALL.items() if name in known - renamed}
+    fields |= SPECIAL.get(config_class.model_type, {})
+    for name in config_class.sub_configs:
+        if (part := getattr(config_class(), name, None)) is not None:
+            fields[name] = small_config(type(part))
     fields = {name: value for name, value in fields.items() if value is not None}
     while True:
         try:
@@ -129,7 +135,7 @@ def small_model(model_type: str) -> Any:
     Raises:
         ValueError: if it has more than 20 million parameters.
     """
-    config = small_config(model_type)
+    config = small_config(CONFIG_MAPPING[model_type])
     with torch.device("meta"):
         size = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").num_parameters()
     if size > MOST_PARAMETERS:
