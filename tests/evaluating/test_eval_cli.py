@@ -134,6 +134,21 @@ def test_what_is_scored_is_kept_and_other_settings_are_refused(made: Made, run: 
     assert load_scores(directory / "evaluation.json").tasks["hellaswag"].items == 4
 
 
+def test_no_task_is_added_with_another_version_of_lm_eval(made: Made, run: Run) -> None:
+    directory, file = made
+    call = ("eval", directory, "--data", file, "--limit", 4, "--tasks")
+    assert run(*call, "hellaswag")[0] == 0
+    document = json.loads((directory / "evaluation.json").read_text())
+    (directory / "evaluation.json").write_text(json.dumps(document | {"lm_eval": "0.4.0"}))
+    assert run(*call, "hellaswag")[0] == 0  # nothing is scored
+    scores = document["tasks"].pop("hellaswag")
+    other = document | {"lm_eval": "0.4.0", "tasks": {"other": scores}}
+    (directory / "evaluation.json").write_text(json.dumps(other))
+    status, _, err = on_one_line(run)(*call, "hellaswag")
+    assert status == 2
+    assert "with other settings (version of lm-eval is 0.4.0, requested" in err
+
+
 def test_a_sink_on_one_text_is_not_returned_for_another(made: Made, run: Run, tmp_path: Path) -> None:
     directory, file = made
     first, other = text_file(tmp_path / "first.jsonl"), text_file(tmp_path / "other.jsonl", seed=3)

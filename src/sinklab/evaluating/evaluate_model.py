@@ -79,13 +79,16 @@ def _evaluate(
             dict[str, object]({f"{key} of the model": value for key, value in one.asked.items()})
             for one in (earlier, found)
         )
+        if any(task.name not in earlier.tasks for task in chosen):
+            before["version of lm-eval"], now["version of lm-eval"] = earlier.lm_eval, found.lm_eval
+        text = text_hash(request.text)
         for task in chosen:
             if scores := earlier.tasks.get(task.name):
                 for key, was, wanted in (
                     ("limit", scores.limit, request.limit),
                     ("seed", scores.seed, request.seed),
                     ("data", scores.sha256 or scores.data, task.identity),
-                    ("text", scores.sink and scores.sink.sha256, text_hash(request.text)),
+                    ("text", scores.sink and scores.sink.sha256, text),
                 ):
                     before[f"{key} of {task.name}"], now[f"{key} of {task.name}"] = was, wanted
         check_request(ledger.path, "an evaluation", before, now)
@@ -98,7 +101,7 @@ def _evaluate(
             ledger.path and ledger.path.with_name(name)
             for name in (f"answers_{plain}.jsonl", f"items_{plain}.jsonl.gz")
         )
-        answers = LineLedger(path, "answers", decided)
+        answers = LineLedger(path, decided)
         scores, records = score_task(model, task, request, answers, progress)
         scores = scores.model_copy(update={"records": items and items.name})
         found = found.model_copy(update={"tasks": {**found.tasks, task.name: scores}})

@@ -23,8 +23,6 @@ from sinklab.survey.request import Request
 
 RESAMPLED = 1000
 """Number of bootstrap samples for the standard error of metrics that are not means."""
-EPS, SEQUENCES, LENGTH = 0.3, 100, 64
-"""Settings of the sink metric: threshold, number of sequences and tokens per sequence, as in 2410.10781."""
 
 
 def score_task(
@@ -109,13 +107,11 @@ def _samples(items: list[int], chosen: ChosenTask) -> list[int] | None:
 
 
 def _sink(model: Model, context: int, text: Path | None, items: Sequence[str]) -> TextSink | None:
-    """Measure the sink on `text`, or on the items' texts if `text` is None.
+    """Measure the sink on `text`, or on the items' texts if `text` is None, with the default settings of `Request`.
 
     Returns None if the sink cannot be measured on the items, usually because they are too short.
     """
-    request = Request(
-        options=Options(eps=(EPS,), loss=False), sequences=SEQUENCES, length=min(LENGTH, context), fewer=True
-    )
+    request = Request(options=Options(loss=False), length=min(Request().length, context), fewer=True)
     with tempfile.TemporaryDirectory() as folder:
         file = text or Path(folder) / "items.jsonl"
         if text is None:

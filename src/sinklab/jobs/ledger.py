@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from sinklab.errors import InputError, SinklabError, UnsavedError
+from sinklab.errors import InputError, SinklabError, UnsavedError, cause
 from sinklab.files import append_line, parse_json, write_json, write_text
 from sinklab.jobs.progress import JobEvent, Observer, StepProgress
 from sinklab.outputs import check_results
@@ -54,8 +54,9 @@ class Ledger(Generic[AnyDocument]):
 
     def earlier(self, load: Callable[[Path], AnyDocument]) -> AnyDocument | None:
         """Return the results of an earlier call, read with `load`; None if there are none. `load` may raise errors."""
-        there = self.path is not None and self.path.is_file() and self.path.stat().st_size
-        return load(self.path) if self.path and there else None
+        if self.path is None or not self.path.is_file() or not self.path.stat().st_size:
+            return None
+        return load(self.path)
 
     def save(self, found: AnyDocument) -> None:
         """Write the results to the file atomically; without `out`, do nothing.
@@ -134,9 +135,7 @@ def run_steps(
         except Exception as error:  # code of a model repository can raise anything
             if on_failure is None or isinstance(error, UnsavedError):
                 raise
-            reason = str(error)
-            if not isinstance(error, SinklabError):
-                reason = ": ".join([type(error).__name__, *reason.strip().splitlines()[:1]])
+            reason = str(error) if isinstance(error, SinklabError) else f"{type(error).__name__}: {cause(error)}"
             on_failure(step.name, reason)
             observe(JobEvent("failed", step.name, text=reason))
         else:
@@ -144,48 +143,47 @@ def run_steps(
 
 
 class LineLedger:
-    """Small results by key in a .jsonl file: the settings in the first line, then one line per result.
+    """Answers of a model by key in a .jsonl file: the settings in the first line, then one line per answer.
 
     The constructor creates the file, or rewrites it without an incomplete last line.
 
     Args:
-        path: None keeps the results in memory only.
-        what: description of the results, such as "answers".
-        request: settings that affect the results, JSON-serializable.
+        path: None keeps the answers in memory only.
+        request: settings that affect the answers, JSON-serializable.
 
     Raises:
-        InputError: if the file cannot be read, contains results with other settings, or was not written by sinklab.
+        InputError: if the file cannot be read, contains answers with other settings, or was not written by sinklab.
         SinklabError: if the file cannot be written.
     """
 
-    def __init__(self, path: Path | None, what: str, request: Mapping[str, Any]) -> None:
-        self._path, self._results = path, dict[str, Any]()
+    def __init__(self, path: Path | None, request: Mapping[str, Any]) -> None:
+        self._path, self._answers = path, dict[str, Any]()
         if path is None:
             return
         rows = _complete_lines(path)
         if rows:
-            check_request(path, what, rows[0]["request"], request)
-        self._results = {str(row["key"]): row["result"] for row in rows[1:]}
+            check_request(path, "answers", rows[0]["request"], request)
+        self._answers = {str(row["key"]): row["result"] for row in rows[1:]}
         lines = [{"request": dict(request)}, *rows[1:]]  # without an incomplete last line
         write_text(path, "".join(f"{json.dumps(line)}\n" for line in lines))
 
     def get(self, key: str) -> Any:
-        """Return the result of a key; None if there is none."""
-        return self._results.get(key)
+        """Return the answer of a key; None if there is none."""
+        return self._answers.get(key)
 
-    def add(self, results: Mapping[str, Any]) -> None:
-        """Add results by key, and append them to the file.
+    def add(self, answers: Mapping[str, Any]) -> None:
+        """Add answers by key, and append them to the file.
 
         Raises:
-            SinklabError: if the file cannot be written; the results are then kept in memory.
+            SinklabError: if the file cannot be written; the answers are then kept in memory.
         """
-        self._results |= results
-        if self._path is not None and results:
-            lines = (json.dumps({"key": key, "result": result}) for key, result in results.items())
+        self._answers |= answers
+        if self._path is not None and answers:
+            lines = (json.dumps({"key": key, "result": answer}) for key, answer in answers.items())
             append_line(self._path, "\n".join(lines))
 
     def remove(self) -> None:
-        """Delete the file, if there is one; the results stay in memory."""
+        """Delete the file, if there is one; the answers stay in memory."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
