@@ -7,27 +7,33 @@ import torch
 import transformers as hf
 from closeness import assert_close
 from families import LATENT
+from hidden_keys_reference import scores_without_first_keys
 from torch import Tensor
 
 from sinklab.measuring.api import measure
+from sinklab.measuring.surgery import masked_first_keys
 from sinklab.report.result_tables import layers_table
 
 T, CHOSEN = 20, 5
 TOKENS = torch.randint(3, 64, (3, T), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
+def made(chosen: int) -> Any:
     if not hasattr(hf, "DeepseekV32Config"):
         pytest.skip("this version of transformers has no DeepSeek-V3.2")
     torch.manual_seed(0)
     config = hf.DeepseekV32Config(
         **LATENT,
-        index_topk=CHOSEN,
+        index_topk=chosen,
         index_head_dim=8,
         index_n_heads=2,
     )
     return hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return made(CHOSEN)
 
 
 @torch.no_grad()
@@ -78,3 +84,15 @@ def test_up_to_so_many_tokens_the_attention_is_dense(model: Any) -> None:
     assert details.first_visible is None
     assert details.rest_visible is None
     assert details.by_layer["first_visible_by_layer"] is None
+
+
+@torch.no_grad()
+def test_hidden_keys_are_hidden_in_the_attention_and_not_in_the_indexer() -> None:
+    dense = made(chosen=T)
+    with scores_without_first_keys(2, T):
+        expected = dense(TOKENS).logits
+    with masked_first_keys(dense, 2):
+        assert_close(dense(TOKENS).logits, expected)
+    found = measure(dense, TOKENS, ablate=["mask_first:1"], perturb=3)
+    assert found.ablations is not None
+    assert found.mixing is not None

@@ -364,6 +364,14 @@ def test_what_cannot_be_hidden_is_an_error_and_never_nothing() -> None:
     assert hooks_on(model) == 0
 
 
+def test_a_mask_without_a_key_for_each_token_is_refused() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "decoder_ffn_dim": 48}
+    config = hf.ProphetNetConfig(**sizes, num_encoder_layers=2, num_decoder_layers=2, num_decoder_attention_heads=4)
+    model: Any = hf.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(SinklabError, match="a mask of 14 keys for 42 tokens"), masked_first_keys(model, N):
+        model(family_tokens())
+
+
 def test_surgery_refuses_layers_and_keys_that_do_not_exist_and_a_cache() -> None:
     model, tokens = pair_of("llama")[0], family_tokens()
     with pytest.raises(InputError, match="use 1 to 2"), zeroed(model, 3, 1, 5):

@@ -50,6 +50,9 @@ class HiddenKeys:
         for block in self._blocks:
             parts = [part for part in block.modules() if part is not block]
             takers = [part for part in parts if "attention_mask" in inspect.signature(part.forward).parameters]
+            attention = [part for part in takers if hasattr(part, "is_causal")]
+            inside = {inner for part in attention for inner in part.modules() if inner is not part}  # such as indexers
+            takers = [part for part in takers if part not in inside]
             for part in takers:
                 if not any(inner is not part and inner in takers for inner in part.modules()):
                     yield part.register_forward_pre_hook(self._attending, with_kwargs=True)
@@ -85,6 +88,11 @@ class HiddenKeys:
             )
         self._reached += 1
         place_T = torch.arange(states_BTC.shape[1], device=states_BTC.device)
+        if mask is not None and mask.shape[-1] != len(place_T):
+            raise SinklabError(
+                f"{type(module).__name__} has a mask of {mask.shape[-1]} keys for {len(place_T)} tokens: no key can be "
+                "hidden"
+            )
         first_B1 = self._columns(states_BTC)[:, None]
         late_BT = place_T >= first_B1 + self._n
         hidden_B1TT = (late_BT[:, :, None] & ((place_T >= first_B1) & ~late_BT)[:, None, :])[:, None]
