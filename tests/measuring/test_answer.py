@@ -66,6 +66,20 @@ def test_a_sink_on_the_learned_bias_is_named_beside_the_first_token() -> None:
     )
 
 
+def test_a_sink_on_the_biases_of_some_layers_is_one_too() -> None:
+    bias = {"bias": {"kind": "sink_logit"}}
+    config = {**SIZES, "layers": 3, "attention": bias, "pattern": {"every": 3, "bias": {"kind": "none"}}}
+    model = Transformer(ModelConfig.model_validate(config))
+    with torch.no_grad():
+        for name, logits in model.named_parameters():
+            if ".bias." in name:
+                logits.fill_(9.0)
+    assert answer(measure(model, own_tokens()))[0].startswith(
+        "Strong sink on the bias, sink logit or stick-breaking's rest: 100 % of heads at eps 0.3; in the layers that "
+        "have one; "
+    )
+
+
 def test_the_rest_of_stick_breaking_is_not_called_a_bias_alone() -> None:
     attention = {"operation": {"kind": "stick_breaking"}}
     model = Transformer(ModelConfig.model_validate({**SIZES, "layers": 1, "attention": attention}))

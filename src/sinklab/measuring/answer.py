@@ -35,7 +35,8 @@ class _Place:
     Attributes:
         name: how the summary refers to it, such as `BOS` or `position 5`.
         rate: percentage of (sequence, layer, head) triples with an importance above the threshold.
-        above_LH: whether the importance, mean over sequences, is above the threshold, by layer and head.
+        above_LH: whether the importance, mean over sequences, is above the threshold, by layer and head; None if some
+            layers do not have this place.
         overall: sink rate with the importance averaged over all queries t >= k; None unless `rate` is computed with
             the average over the queries that see the position.
         always: whether a candidate that is not the strongest sink is listed even if its rate is below NO_SINK.
@@ -43,7 +44,7 @@ class _Place:
 
     name: str
     rate: float
-    above_LH: np.ndarray
+    above_LH: np.ndarray | None
     overall: float | None = None
     always: bool = True
 
@@ -83,22 +84,25 @@ def _places(m: Measurement) -> list[_Place]:
         return _Place(name, rates[number - 1], importance_LHT[:, :, number - 1] > m.eps, overall, always=number == 1)
 
     found = [position(1, "BOS" if m.bos else "the first token")]
-    if m.sink_rate_bias is not None and m.importance_bias is not None:
+    if m.sink_rate_bias is not None:
         token = m.norm_ratio_sink_token is not None or m.importance_registers is not None
         name = "the sink token or registers" if token else "the bias, sink logit or stick-breaking's rest"
-        found.append(_Place(name, m.sink_rate_bias, m.importance_bias > m.eps))
+        above_LH = None if m.importance_bias is None else m.importance_bias > m.eps
+        found.append(_Place(name, m.sink_rate_bias, above_LH))
     if later := highest_rate([None, *rates[1:]]):
         found.append(position(later[0], f"position {later[0]}"))
     return found
 
 
-def _layers(above_LH: np.ndarray) -> list[str]:
+def _layers(above_LH: np.ndarray | None) -> list[str]:
     """Return a list with a phrase on the layers in which more than half of the heads have the sink.
 
     If there is no such layer, the phrase names the layer in which the most heads have the sink. If these layers
     form more than MOST_STRETCHES ranges, the phrase states only how many they are. The list is empty if no head has the
     sink.
     """
+    if above_LH is None:
+        return ["in the layers that have one"]
     share_L = above_LH.mean(1)
     most = [layer for layer, share in enumerate(share_L, 1) if share > 0.5]
     if len(most) == len(share_L):
