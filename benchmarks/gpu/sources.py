@@ -25,7 +25,7 @@ from sinklab.data.shards import TokenDataset
 from sinklab.files import write_json
 from sinklab.train.directory.history import read_metrics
 from sinklab.train.directory.run import open_run
-from sinklab.train.loop import StepReport, Trainer
+from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe, load_recipe
 
 VARIANTS = {"softmax": [], "sigmoid": ["model.attention.operation=sigmoid"]}
@@ -56,9 +56,9 @@ def train(recipe: Recipe, data: TokenDataset, folder: Path, should_stop: Callabl
     """Train to the last step, or until `should_stop` returns True; return status, step, hash and all evaluations."""
     gc.collect()  # frees the previous model, which is in reference cycles of blocks and their compiled methods
 
-    def watch(progress: StepReport) -> None:
-        if progress.row is not None:
-            print(json.dumps({"run": folder.name, **_point(progress.row)}), flush=True)
+    def watch(step: int, row: dict[str, Any] | None) -> None:
+        if row is not None:
+            print(json.dumps({"run": folder.name, **_point(row)}), flush=True)
 
     run = open_run(recipe, data, folder)
     outcome = Trainer(run, watch, should_stop).train()

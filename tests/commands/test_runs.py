@@ -44,7 +44,7 @@ def runs(dataset: TokenDataset, tmp_path_factory: pytest.TempPathFactory) -> Pat
     Trainer(open_run(recipe(), dataset, top / "done")).train()
     reached = [0]
     stopped = open_run(recipe("model.attention.bias=k", "seed=3"), dataset, top / "below" / "stopped")
-    Trainer(stopped, lambda progress: reached.append(progress.step), lambda: reached[-1] >= 4).train()
+    Trainer(stopped, lambda step, row: reached.append(step), lambda: reached[-1] >= 4).train()
     diverging = recipe("optim.name=sgd", "optim.lr=1e12", "optim.clip=null", "schedule.warmup_steps=0")
     with pytest.raises(SinklabError, match="diverged"):
         Trainer(open_run(diverging, dataset, top / "failed")).train()
@@ -75,7 +75,7 @@ def test_each_run_is_listed_with_what_it_has_reached(runs: Path) -> None:
 def test_a_run_that_is_trained_is_running_and_may_be_looked_at(dataset: TokenDataset, tmp_path: Path) -> None:
     states = []
     run = open_run(recipe(), dataset, tmp_path / "run")
-    Trainer(run, lambda _: states.append(list_runs([tmp_path])[0].state)).train()
+    Trainer(run, lambda step, row: states.append(list_runs([tmp_path])[0].state)).train()
     assert set(states) == {"running"}
     assert list_runs([tmp_path])[0].state == "done"
 

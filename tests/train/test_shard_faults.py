@@ -19,7 +19,7 @@ from sinklab.data.prepare import prepare, settings_of
 from sinklab.data.shards import TokenDataset
 from sinklab.errors import SinklabError
 from sinklab.train.directory.run import open_run
-from sinklab.train.loop import StepReport, Trainer
+from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe, build_recipe
 from sinklab.train.world import ALONE, World
 
@@ -83,8 +83,8 @@ def train(data: Path, out: Path, damage: Callable[[Path], None], world: World = 
     """Train, with the shard damaged in mid-run; returns how it ended."""
     dataset = TokenDataset(data)
 
-    def watch(progress: StepReport) -> None:
-        if progress.step == DAMAGE_AFTER and progress.row is None:
+    def watch(step: int, row: dict[str, Any] | None) -> None:
+        if step == DAMAGE_AFTER and row is None:
             damage(data / "train.bin")
 
     run = open_run(recipe(), dataset, out)

@@ -118,7 +118,7 @@ def test_a_started_run_is_resumed_bit_for_bit(checkpoint: Path, text: Path, tmp_
     seen: list[int] = []
     stopped = Trainer(
         open_run(recipe, dataset, tmp_path / "parts"),
-        watch=lambda report: seen.append(report.step),
+        watch=lambda step, row: seen.append(step),
         should_stop=lambda: 3 in seen,
     )
     assert stopped.train().step == 3

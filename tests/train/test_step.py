@@ -249,7 +249,7 @@ def test_a_run_with_a_compiled_loss_resumes_exactly_and_is_evaluated_uncompiled(
         Trainer(open_run(recipe(train={"compile": name}), dataset, tmp_path / name)).train()
     run = open_run(recipe(train={"compile": "loss"}), dataset, tmp_path / "resumed")
     steps: list[int] = []
-    halted = Trainer(run, watch=lambda report: steps.append(report.step), should_stop=lambda: 5 in steps)
+    halted = Trainer(run, watch=lambda step, row: steps.append(step), should_stop=lambda: 5 in steps)
     assert halted.train() == RunOutcome("stopped", 5)
     Trainer(run).train()
     plain, ours, again = (losses_of(tmp_path / name) for name in ("off", "loss", "resumed"))

@@ -57,7 +57,7 @@ def train(dataset: TokenDataset, out: Path, wanted: Recipe, stop_at: int | None 
     done = [0]
     trainer = Trainer(
         open_run(wanted, dataset, out),
-        watch=lambda progress: done.__setitem__(0, progress.step),
+        watch=lambda step, row: done.__setitem__(0, step),
         should_stop=lambda: stop_at is not None and done[0] >= stop_at,
     )
     outcome = trainer.train()

@@ -37,19 +37,6 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class StepReport:
-    """Progress report after an update or an evaluation.
-
-    Attributes:
-        step: number of updates done.
-        row: content of the evaluation's line in metrics.jsonl; None after an update.
-    """
-
-    step: int
-    row: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
 class RunOutcome:
     """Result of `Trainer.train`: "done" if the run is complete, else "stopped", and the number of updates done."""
 
@@ -62,7 +49,8 @@ class Trainer:
 
     Args:
         run: opened run directory; training resumes from its newest valid checkpoint.
-        watch: callback, called with a `StepReport` after each update and evaluation.
+        watch: callback, called after each update and evaluation with the number of updates done and the content of the
+            evaluation's line in metrics.jsonl, or None after an update.
         should_stop: callback, called while the model is initialised, before each update and during evaluations; if it
             returns True on any process, `train` saves a checkpoint and returns. From then on it must return True.
         world: training processes; each constructs a trainer.
@@ -81,7 +69,7 @@ class Trainer:
     def __init__(
         self,
         run: Run,
-        watch: Callable[[StepReport], None] = lambda progress: None,
+        watch: Callable[[int, dict[str, Any] | None], None] = lambda step, row: None,
         should_stop: Callable[[], bool] = lambda: False,
         world: World = ALONE,
         at_end: Callable[["Trainer", DivergedError | None], None] = lambda trainer, error: None,
@@ -175,7 +163,7 @@ class Trainer:
             self._look()
             self._update()
             last = state.step == options.steps
-            self.watch(StepReport(state.step))
+            self.watch(state.step, None)
             if state.step % options.eval_every == 0 or last:
                 self._evaluate()
             if state.step % options.save_every == 0 or last:
@@ -226,7 +214,7 @@ class Trainer:
             self.world.only_first(lambda: append_line(self.run.metrics, json.dumps(row)))
             if self.state.step % self.recipe.train.eval_every == 0:  # a run that extends this one evaluates only there
                 self.state.loss_sum, self.state.loss_count = 0.0, 0
-            self.watch(StepReport(self.state.step, row))
+            self.watch(self.state.step, row)
         self._speed.begin(self.state.step, self.updater.batches.waited)
 
     def _row(self) -> dict[str, Any]:

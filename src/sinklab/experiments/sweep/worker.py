@@ -34,7 +34,7 @@ from sinklab.train.directory.environment import recorded_hash
 from sinklab.train.directory.history import read_history, seconds_spent, timed_intervals
 from sinklab.train.directory.lock import HeldError, lock_run
 from sinklab.train.directory.run import Run, open_run
-from sinklab.train.loop import StepReport, Trainer
+from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe
 from sinklab.train.update import DivergedError
 from sinklab.train.world import ALONE, World, joined_world
@@ -121,10 +121,10 @@ def _trained(
 ) -> Event:
     memory = _PeakMemory(world.device(run.recipe.train.device))
 
-    def report(progress: StepReport) -> None:
-        if progress.row is None:
+    def report(step: int, row: dict[str, Any] | None) -> None:
+        if row is None:
             memory.updated()
-        watch(Event(planned.name, "step" if progress.row is None else "row", progress.step, progress.row))
+        watch(Event(planned.name, "step" if row is None else "row", step, row))
 
     record = functools.partial(_record_end, memory=memory)
     trainer = Trainer(run, report, should_stop, world, record)
