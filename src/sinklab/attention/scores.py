@@ -113,6 +113,21 @@ def broadcast_index(index: Tensor, length: int) -> Tensor:
     return torch.zeros_like(index) if length == 1 else index
 
 
+def per_query(function: Callable[..., Tensor], first: int) -> Callable[..., Tensor]:
+    """Return the function of a `Score` with one number per query: `function` of z and the query's number in each tensor.
+
+    The tensors have the shape (B, H, T), where H may be 1.
+
+    Args:
+        first: position of the first query among the keys.
+    """
+
+    def at_query(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *tensors_BHT: Tensor) -> Tensor:
+        return function(z, *[x_BHT[b, broadcast_index(h, x_BHT.shape[1]), q - first] for x_BHT in tensors_BHT])
+
+    return at_query
+
+
 def compose(*scores: Score | None) -> Score | None:
     """Compose the given score functions in order; None is the identity."""
     result: Score | None = None

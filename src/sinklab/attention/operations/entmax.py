@@ -23,7 +23,7 @@ from torch import Tensor
 from sinklab.attention import query_blocks as bl
 from sinklab.attention.operations.base import LogSimilarity, Normalisation
 from sinklab.attention.operations.call import Call
-from sinklab.attention.scores import Score, log_of
+from sinklab.attention.scores import Score, log_of, per_query
 from sinklab.schema import Example
 
 
@@ -45,10 +45,7 @@ class Entmax15(LogSimilarity):
 
 
 def _above(tau_BHT: Tensor, first: int) -> Score:
-    def squared(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, tau_BHT: Tensor) -> Tensor:
-        return torch.relu(z / 2 - tau_BHT[b, h, q - first]).square()
-
-    return log_of(squared, (tau_BHT,))
+    return log_of(per_query(lambda z, tau: torch.relu(z / 2 - tau).square(), first), (tau_BHT,))
 
 
 NEWTON_STEPS = 10  # at most eight were needed for tested rows of a million keys, in float64

@@ -19,11 +19,11 @@ from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.scores import (
     Apart,
     Score,
-    broadcast_index,
     compose,
     log_elu_plus_one,
     log_relu,
     log_sigmoid,
+    per_query,
     plus_of_head,
     times,
 )
@@ -104,13 +104,8 @@ class ScalableSoftmax(LogSimilarity):
         return Temperature(heads, self.start, self.offset)
 
     def normalisation(self, call: Call) -> Normalisation:
-        first = call.first
-
-        def scaled(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, factor_BHT: Tensor) -> Tensor:
-            return z * factor_BHT[b, h, q - first]
-
         factor_BHT = call.learned(call.keys_per_row())
-        return Normalisation(Score(scaled, (factor_BHT,), apart=Apart(None, factor_BHT)))
+        return Normalisation(Score(per_query(torch.mul, call.first), (factor_BHT,), apart=Apart(None, factor_BHT)))
 
 
 class ForgetGate(nn.Linear):
@@ -256,17 +251,13 @@ class Sigmoid(Similarity):
         return SigmoidShift(-math.log(context), heads if self.shift == "learned" else None)
 
     def log_similarity(self, call: Call) -> Score:
-        shift = None
+        if self.shift == "none":
+            return log_sigmoid()
         if self.shift == "row":
-            first = call.first
-
-            def shifted(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, log_keys_BHT: Tensor) -> Tensor:
-                return z - log_keys_BHT[b, broadcast_index(h, log_keys_BHT.shape[1]), q - first]
-
-            shift = Score(shifted, (call.keys_per_row().log(),))
-        elif self.shift != "none":
+            shift = Score(per_query(torch.sub, call.first), (call.keys_per_row().log(),))
+        else:
             shift = call.learned.score(call.first, call.q_BHTD.shape[2])
-        return log_sigmoid() if shift is None else shift.then(log_sigmoid())
+        return shift.then(log_sigmoid())
 
 
 class Elu1(Similarity):

@@ -16,7 +16,7 @@ from sinklab.attention.importance import Rows
 from sinklab.attention.operations.base import LogSimilarity, Normalisation
 from sinklab.attention.operations.call import Call
 from sinklab.attention.operations.differential import Difference, halves
-from sinklab.attention.scores import Score, broadcast_index, log_of
+from sinklab.attention.scores import Score, log_of, per_query
 from sinklab.schema import Example, Kind
 
 
@@ -32,14 +32,10 @@ class Threshold(Kind):
 
     def exceedance(self, call: Call) -> Score:
         """Return the score function z -> log relu(z - tau_t) ** power, tau_t the threshold of the query's row."""
-        first, power = call.first, self.power
         log_keys_BHT = call.keys_per_row().clamp(min=1).log()  # a row without visible keys has no weights
         tau_BHT = self.beta * (2 * log_keys_BHT / call.q_BHTD.shape[-1]).sqrt()
-
-        def above(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, tau_BHT: Tensor) -> Tensor:
-            return torch.relu(z - tau_BHT[b, broadcast_index(h, tau_BHT.shape[1]), q - first]) ** power
-
-        return log_of(above, (tau_BHT,))
+        power = self.power
+        return log_of(per_query(lambda z, tau: torch.relu(z - tau) ** power, call.first), (tau_BHT,))
 
 
 class ThresholdRectified(Threshold, LogSimilarity):

@@ -12,7 +12,7 @@ from sinklab.attention.biases import SMALLEST_LOGIT
 from sinklab.attention.chunked import LARGEST_LOG_SUM
 from sinklab.attention.operations.base import LogSimilarity, Normalisation
 from sinklab.attention.operations.call import Call
-from sinklab.attention.scores import Score, log_of
+from sinklab.attention.scores import Score, log_of, per_query
 from sinklab.schema import Example, NeutralExample
 
 
@@ -39,13 +39,13 @@ class ClippedSoftmax(LogSimilarity):
     def normalisation(self, call: Call) -> Normalisation:
         if self.plain:
             return Normalisation()
-        zeta, gamma, first = self.zeta, self.gamma, call.first
+        zeta, gamma = self.zeta, self.gamma
 
-        def clipped(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, lse_BHT: Tensor) -> Tensor:
-            stretched = _share(z, lse_BHT[b, h, q - first]) * (zeta - gamma) + gamma
+        def clipped(z: Tensor, lse: Tensor) -> Tensor:
+            stretched = _share(z, lse) * (zeta - gamma) + gamma
             return stretched if zeta == 1 else stretched.clamp(max=1)
 
-        return Normalisation(log_of(clipped, (call.normaliser(None),)), 0.0)
+        return Normalisation(log_of(per_query(clipped, call.first), (call.normaliser(None),)), 0.0)
 
 
 def _share(z: Tensor, lse: Tensor) -> Tensor:
@@ -108,12 +108,7 @@ class ElasticSoftmax(LogSimilarity):
         return Offset(heads, self.start)
 
     def normalisation(self, call: Call) -> Normalisation:
-        lse_BHT, first = call.normaliser(None), call.first
+        lse_BHT = call.normaliser(None)
         offset_BHT = call.learned.tau.to(lse_BHT.dtype)[:, None] / call.keys_per_row()
-
-        def shifted(
-            z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, lse_BHT: Tensor, offset_BHT: Tensor
-        ) -> Tensor:
-            return _share(z, lse_BHT[b, h, q - first]) + offset_BHT[b, h, q - first]
-
+        shifted = per_query(lambda z, lse, offset: _share(z, lse) + offset, call.first)
         return Normalisation(log_of(shifted, (lse_BHT, offset_BHT)), 0.0)
