@@ -126,6 +126,15 @@ def test_a_packed_manifest_that_is_damaged_is_refused_before_anything_is_written
     assert (tmp_path / "out" / "asked" / manifest.name).read_bytes() == sound
 
 
+def test_a_compressed_file_with_a_damaged_byte_is_refused_with_the_folder(packed: Path) -> None:
+    (metrics,) = packed.glob("*/metrics.jsonl.gz")
+    data = bytearray(metrics.read_bytes())
+    data[10] = 0b111  # after the header: a block of an invalid type
+    metrics.write_bytes(data)
+    with pytest.raises(InputError, match=f"{metrics.parent} contains packed runs that cannot be read"):
+        read_packed(metrics.parent)
+
+
 def test_a_verdict_that_the_runs_do_not_give_is_found(packed: Path) -> None:
     summary = json.loads((packed / "summary.json").read_text())
     claim = summary["claims"][0]

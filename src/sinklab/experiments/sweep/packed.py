@@ -15,6 +15,7 @@ these runs as finished, although they have no weights.
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,7 @@ def read_packed(folder: Path) -> list[PackedRun]:
             )
             for row in _rows((folder / RUNS).read_text(encoding="utf-8"))
         ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zlib.error) as error:
         raise InputError(
             f"{folder} contains packed runs that cannot be read ({error}): restore its files from the original"
         ) from error
