@@ -7,7 +7,9 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +19,7 @@ from sweeps import planned_run, write_experiment
 from sinklab.experiments.documents import SUMMARY, read_record
 from sinklab.experiments.sweep import engine as scheduling
 from sinklab.experiments.sweep.engine import Event, PlannedRun, train_all
+from sinklab.experiments.sweep.engines import local
 from sinklab.experiments.sweep.engines.local import LocalEngine, cores_here, shares
 from sinklab.experiments.sweep.worker import train_cell
 from sinklab.signals import PreemptedError
@@ -173,6 +176,27 @@ def test_a_process_that_is_killed_is_a_failure_and_the_next_call_goes_on(tmp_pat
     assert ended["a"].kind == "failed"
     assert "killed by SIGKILL" in ended["a"].message
     assert train_all([run], LocalEngine(1), lambda event: None)["a"].kind == "done"
+
+
+def _sends_without_end(run: PlannedRun, share: object, environment: object, pipe: Connection) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            pipe.send(Event(run.name, "step"))
+
+
+def test_a_process_that_waits_for_its_events_to_be_read_ends_when_the_engine_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_train", _sends_without_end)
+    engine = LocalEngine(1)
+    engine.submit([planned_run("a", tmp_path)])
+    (process,) = engine.processes()
+    closing = threading.Thread(target=engine.close, daemon=True)
+    closing.start()
+    closing.join(timeout=60)
+    if still_waits := closing.is_alive():
+        os.kill(process, signal.SIGKILL)
+    assert not still_waits
 
 
 def command(folder: Path, out: Path, log: Path) -> subprocess.Popen[bytes]:

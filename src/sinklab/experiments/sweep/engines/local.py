@@ -132,8 +132,8 @@ class LocalEngine:
     def _over(self, name: str, said: Sequence[Event]) -> list[Event]:
         """Wait for a process to exit and free its share; return a `failed` event if it sent no last event."""
         one = self._running.pop(name)
+        one.pipe.close()  # first: a process that waits for space in the pipe would never exit
         one.process.join()
-        one.pipe.close()
         self._free.append(one.share)
         return [] if any(event.is_last for event in said) else [Event(name, "failed", message=_death(one.process))]
 
