@@ -30,6 +30,12 @@ def test_rates_of_positions_in_the_middle_are_added_up() -> None:
         quantity("sink_5_to_2")
 
 
+@pytest.mark.parametrize("name", ["sink_6", "sink_first_6", "sink_2_to_6", "sink_6_to_7"])
+def test_rates_of_positions_beyond_the_measured_ones_are_unknown(name: str) -> None:
+    assert run_of(FIRST).value("sink_first_5") == 15.0
+    assert run_of(FIRST).value(name) is None
+
+
 def test_the_growth_is_that_since_half_of_the_steps() -> None:
     rates = {0: 0.0, 100: 4.0, 200: 10.0, 300: 20.0, 400: 30.0}
     run = run_of(*(FIRST.model_copy(update={"step": step, "sink_rate": [rate]}) for step, rate in rates.items()))

@@ -139,8 +139,8 @@ _N = r"([1-9]\d*)"
 _RATES: Sequence[tuple[str, str, Callable[..., float | None]]] = (
     (f"sink_{_N}", "Sink_{}", lambda k, one: _at(one.sink_rate, k)),
     (f"sink_{_N}_visible", "Sink_{} (visible queries)", lambda k, one: _at(one.sink_rate_visible or one.sink_rate, k)),
-    (f"sink_first_{_N}", "Sink rate of the first {} tokens", lambda last, one: _sum_of(one.sink_rate[:last])),
-    (f"sink_{_N}_to_{_N}", "Sink rate of tokens {} to {}", lambda k, last, one: _sum_of(one.sink_rate[k - 1 : last])),
+    (f"sink_first_{_N}", "Sink rate of the first {} tokens", lambda last, one: _sum_to(one.sink_rate, 1, last)),
+    (f"sink_{_N}_to_{_N}", "Sink rate of tokens {} to {}", lambda k, last, one: _sum_to(one.sink_rate, k, last)),
     (f"sink_1_layer_{_N}", "Sink_1 of layer {}", lambda layer, one: _mean_of_known(_heads(one, layer))),
     (
         f"sink_layer_{_N}",
@@ -366,6 +366,10 @@ def _heads(one: Evaluation, layer: int) -> Sequence[float | None]:
 
 def _sum_of(rates: Sequence[float | None]) -> float | None:
     return None if None in rates or not rates else math.fsum(rate or 0.0 for rate in rates)
+
+
+def _sum_to(rates: Sequence[float | None], first: int, last: int) -> float | None:
+    return _sum_of(rates[first - 1 : last]) if last <= len(rates) else None
 
 
 def _mean_percent(by_layer: Sequence[Sequence[float | None]] | None) -> float | None:
