@@ -257,7 +257,7 @@ class JudgedClaim(ReadDocument):
             threshold, replaces Sink_1; empty for other checks, for existing models, or if fewer than five seeds
             recorded the importance.
         finds: sentence with the effect that five seeds detect with 80 % power, from pilot runs of the base recipe
-            (`five_seeds.detectable`); empty if there is none.
+            (`five_seeds.detectable`); empty if there is none, or if --steps or --text was passed.
         elsewhere: for a claim without a verdict because of fewer than five seeds, verdict and evidence of an earlier
             sweep with five or more, in sentences; empty for other claims, if there is no earlier verdict, or if --steps
             or --text was passed.

@@ -14,7 +14,6 @@ from sinklab.experiments.documents import (
     verdict_counts,
 )
 from sinklab.experiments.results import CellResults
-from sinklab.experiments.verdicts.counts import FEWEST
 from sinklab.experiments.verdicts.five_seeds import verdict_of_five
 from sinklab.experiments.verdicts.judging import Trial, judge
 from sinklab.schema import finite_or_none
@@ -54,18 +53,16 @@ def summarise(trials: Sequence[Trial], results: Mapping[str, CellResults], alter
         trials: experiments at a scale or on existing models, in the order of display.
         results: results by cell name; cells of the same name have the same recipe in every experiment. Cells that no
             trial has are omitted.
-        altered: whether --steps or --text override the recipes; verdicts of earlier sweeps are then left out.
+        altered: whether --steps or --text override the recipes; verdicts of earlier sweeps and the power of pilot runs
+            are then left out.
     """
     scales = {trial.described.scale for trial in trials}
     alone = trials[0].experiment if len(trials) == 1 else None
-    claims = [claim for trial in trials for claim in judge(trial, results)]
-    if not altered:
-        claims = [
-            claim.model_copy(update={"elsewhere": verdict_of_five(claim)})
-            if claim.verdict == "no verdict" and claim.seeds < FEWEST and claim.replicate == "seed"
-            else claim
-            for claim in claims
-        ]
+    claims = [
+        claim.model_copy(update={"finds": ""} if altered else {"elsewhere": verdict_of_five(claim)})
+        for trial in trials
+        for claim in judge(trial, results)
+    ]
     claims = _with_references(claims)
     columns = list(dict.fromkeys(name for trial in trials for name in trial.experiment.columns))
     cells = dict.fromkeys(cell for trial in trials for cell in trial.described.cells)

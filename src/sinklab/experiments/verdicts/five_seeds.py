@@ -109,10 +109,10 @@ def shipped_verdicts() -> Committed:
 
 
 def verdict_of_five(claim: JudgedClaim) -> str:
-    """Return the verdict on a claim, with evidence, from the shipped committed.json; empty without one."""
+    """Return an earlier verdict on a claim about trained cells that has none, with evidence; empty without one."""
     known = shipped_verdicts().scales.get(claim.scale, {})
     found = known.get(claim.same_as or f"{claim.experiment}.{claim.id}")
-    if found is None:
+    if found is None or claim.verdict != "no verdict" or claim.replicate != "seed":
         return ""
     return f"An earlier sweep with {found.seeds} seeds had the verdict {found.verdict}. {found.evidence}"
 
