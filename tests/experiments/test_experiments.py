@@ -128,6 +128,7 @@ def test_an_experiment_that_is_named_is_listed_in_full(run: Run, tmp_path: Path)
         (('"Three ways"', "[3"), "cannot be loaded"),
         (("weight_decay: 0.5", "weight_decay: much"), "cell decayed of mine is not a valid recipe: optim.weight_decay"),
         (("base: small.yaml", "base: nothing"), "recipe nothing not found"),
+        (("base: small.yaml", "base: small.yaml\ntune: {1: 2}"), "cannot be loaded: keywords must be strings"),
     ],
 )
 def test_a_file_that_says_something_impossible_is_refused(run: Run, change: tuple[str, str], said: str) -> None:

@@ -300,6 +300,7 @@ def test_a_number_that_was_not_measured_is_not_there() -> None:
 
 
 BOUND = {"is": "within", "value": "sink_1", "cell": "no", "at_most": 1}
+CHAT = {"natural": {"inputs": "natural"}, "chat": {"inputs": "natural", "model": "chat"}}
 OVER_DOMAINS = {"is": "alike_over_domains", "value": "sink_1", "cell": "natural", "margin": 1}
 
 
@@ -312,6 +313,8 @@ OVER_DOMAINS = {"is": "alike_over_domains", "value": "sink_1", "cell": "natural"
             "compares domains, but the experiment does not set `each`",
         ),
         ({"each": "domain", "cells": {"random": {"inputs": "random"}}}, "must set inputs: natural"),
+        ({"each": "domain", "cells": CHAT}, "cell 'chat' sets model, and the experiment sets `each`"),
+        ({"each": "model", "cells": CHAT}, "cell 'chat' sets model, and the experiment sets `each`"),
         ({"cells": {"natural": {"inputs": "natural", "eps": 2}}}, "eps"),
         ({"columns": ["sinks"]}, "unknown quantity 'sinks'"),
         ({"scale": "tiny"}, "scale"),
@@ -321,6 +324,16 @@ def test_an_experiment_that_contradicts_itself_is_refused(change: dict[str, Any]
     whole = {"id": "mine", "title": "Mine", "cells": {"natural": {"inputs": "natural"}}, **change}
     with pytest.raises(ValidationError, match=said):
         Experiment.model_validate(whole)
+
+
+@pytest.mark.parametrize("key", [{"positions": "added"}, {"proposition": 1}])
+def test_a_claim_about_models_of_one_kind_of_positions_is_refused_of_several_models(key: dict[str, Any]) -> None:
+    claim = {"id": "one", "text": "..", "check": {**BOUND, "cell": "natural"}, **key}
+    made({"natural": {}}, [claim])
+    with pytest.raises(ValidationError, match=r"require a single model, but the experiment sets `each: model`"):
+        made({"natural": {}}, [claim], each="model")
+    with pytest.raises(ValidationError, match=r"require a single model, but the experiment has several `models`"):
+        made({"natural": {"models": ["x", "y"]}}, [claim])
 
 
 def test_measurements_of_other_settings_are_not_mixed(gpt2: str, text: Path, tmp_path: Path) -> None:

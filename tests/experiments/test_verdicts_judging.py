@@ -79,15 +79,14 @@ def test_an_experiment_uses_its_own_seeds_only() -> None:
         "k_biases": [*((seed, 0.0) for seed in range(100, 105)), *((seed, 0.0) for seed in range(5))],
     }.items()}  # fmt: skip
     experiment = experiment_of(HAS_ONE, LESS, cells=list(both), first_seed=100)
-    assert [one.verdict for one in judge(at_scale(experiment, "tiny", experiment.own_seeds()), both)] == [
-        "reproduced"
-    ] * 2
-    assert [one.seeds for one in judge(at_scale(experiment, "tiny", experiment.own_seeds(2)), both)] == [2, 2]
+    own = at_scale(experiment, "tiny", range(100, 105))
+    assert [one.verdict for one in judge(own, both)] == ["reproduced"] * 2
+    assert [one.seeds for one in judge(at_scale(experiment, "tiny", range(100, 102)), both)] == [2, 2]
     assert [one.verdict for one in judge(at_scale(experiment, "tiny", range(5)), both)] == [
         "contradicted",
         "reproduced",
     ]
-    summary = summarise([at_scale(experiment, "tiny", range(100, 105))], both)
+    summary = summarise([own], both)
     assert summary.cells["softmax"].seeds == 10
     own = summary.cells["softmax"].of_seeds(summary.experiments["made_up"].seeds)
     assert own.values["sink_1"].seeds == [50.0] * 5
@@ -297,6 +296,12 @@ def test_what_five_seeds_find_is_not_stated_of_other_sizes_than_that_of_the_pilo
     assert "nats" in finds["same_loss"]
     assert finds["one_in_six_same_loss"] == ""
     assert {one.finds for one in judge(at_scale(load_experiment("rank_stability"), "tiny"), {})} == {""}
+
+
+def test_what_five_seeds_find_is_not_stated_of_other_steps_or_another_text_than_those_of_the_pilots() -> None:
+    trial = at_scale(load_experiment("patterns"), "tiny")
+    assert any(one.finds for one in summarise([trial], {}).claims)
+    assert not any(one.finds or one.elsewhere for one in summarise([trial], {}, altered=True).claims)
 
 
 def test_what_five_seeds_gave_is_kept_for_those_who_train_fewer(monkeypatch: pytest.MonkeyPatch) -> None:

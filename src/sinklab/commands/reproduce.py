@@ -99,7 +99,7 @@ def _plan_command(name: str, experiment: "Experiment") -> str:
     given = ["--dry-run"]
     if experiment.requests:
         given = ["--text", "FOLDER" if experiment.each == "domain" else "FILE", *given]
-    if experiment.requests and not any(cell.models for cell in experiment.requests.values()):
+    if experiment.requests and not experiment.names_models:
         given = ["--model", "MODEL", *given]
     return shlex.join(["sinklab", "reproduce", name, *given])
 

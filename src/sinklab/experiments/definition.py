@@ -329,6 +329,9 @@ class Experiment(Part):
         known = {*self.requests, *(name for scale in self.base for name in self.cells_at(scale))}
         if self.baseline and self.baseline not in known:
             raise ValueError(f"baseline {self.baseline!r} is not a cell at any scale: set it to the name of a cell")
+        ids = [claim.id for claim in self.claims]
+        if repeated := [one for one in ids if ids.count(one) > 1]:
+            raise ValueError(f"two claims have the id {repeated[0]}: rename one of them")
         for claim in self.claims:
             named = self.massive_cell(claim)
             asked = [] if claim.same_as else [*claim.cells, *([named] if named else [])]
@@ -351,7 +354,13 @@ class Experiment(Part):
     def _check_measured(self) -> None:
         """Check that claims and measured cells fit `each`, and that the measured cells fit each other."""
         compared = {AlikeOverDomains: "domain", GrowsWithSize: "model", AlikeOverSizes: "model"}
+        several = self.each == "model" or self.replicate == "model"
         for claim in self.claims:
+            if several and (claim.positions or claim.proposition):
+                raise ValueError(
+                    f"claim {claim.id} sets positions or proposition, which require a single model, but the experiment "
+                    f"{'sets `each: model`' if self.each else 'has several `models`'}: remove one of the two"
+                )
             wanted = compared.get(type(claim.check))
             of_each = self.each == "model" and isinstance(claim.check, Within)
             if self.each != wanted and not of_each:
@@ -364,8 +373,8 @@ class Experiment(Part):
         for name, cell in self.requests.items():
             if self.each == "domain" and cell.inputs != "natural":
                 raise ValueError(f"cell {name!r} must set inputs: natural, because the experiment sets each: domain")
-            if self.each == "model" and cell.model != "base":
-                raise ValueError(f"cell {name!r} sets model, but the experiment sets each: model; remove one of them")
+            if self.each and cell.model != "base":
+                raise ValueError(f"cell {name!r} sets model, and the experiment sets `each`: remove one of them")
 
     def _check_models(self) -> None:
         for name, cell in self.requests.items():
@@ -438,6 +447,7 @@ class Experiment(Part):
             said = self.asks_massive if about_norms else False
         return (self.compared_with if said is True else said) or None
 
-    def own_seeds(self, count: int | None = None) -> range:
-        """Return `count` consecutive seeds from `first_seed`; `count` defaults to the experiment's `seeds`."""
-        return range(self.first_seed, self.first_seed + (self.seeds if count is None else count))
+    @property
+    def names_models(self) -> bool:
+        """True if the cells set `models`; the models of other measured cells are passed with --model."""
+        return any(cell.models for cell in self.requests.values())

@@ -39,7 +39,7 @@ class Subject:
         return f"{self.name}/{cell}" if self.name else cell
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class ModelChoice:
     """A model to load: Hugging Face id, directory, .gguf file or run directory.
 
@@ -150,7 +150,7 @@ def subjects_of(experiment: Experiment, models: Sequence[str], text: Path | None
         InputError: if models are missing, repeated or too many, or the text is missing or not such a folder.
     """
     _check_inputs(experiment, models, text)
-    if _named(experiment):
+    if experiment.names_models:
         return [Subject("", {}, text)]
     if experiment.each == "domain":
         assert text is not None
@@ -160,11 +160,6 @@ def subjects_of(experiment: Experiment, models: Sequence[str], text: Path | None
     return [Subject("", dict(zip(("base", "chat"), models, strict=False)), text)]
 
 
-def _named(experiment: Experiment) -> tuple[str, ...]:
-    """Return the values of `models` in all cells, without duplicates; empty if the models are passed with --model."""
-    return tuple(dict.fromkeys(model for cell in experiment.requests.values() for model in cell.models))
-
-
 def with_models(experiment: Experiment, models: Sequence[str]) -> Experiment:
     """Return a copy of the experiment in which `models`, if there are any, replaces the models that its cells set.
 
@@ -172,7 +167,7 @@ def with_models(experiment: Experiment, models: Sequence[str]) -> Experiment:
         InputError: if the cells set different models or a single model each, or `models` has fewer than two entries or
             duplicates.
     """
-    if not models or not _named(experiment):
+    if not models or not experiment.names_models:
         return experiment
     if len({cell.models for cell in experiment.requests.values()}) > 1 or experiment.replicate != "model":
         raise InputError(f"{experiment.id} has a fixed list of models: remove --model {models[0]}")
@@ -185,8 +180,8 @@ def with_models(experiment: Experiment, models: Sequence[str]) -> Experiment:
 
 def _check_inputs(experiment: Experiment, models: Sequence[str], text: Path | None) -> None:
     cells, of_each = experiment.requests.values(), experiment.each == "model"
-    pair = not of_each and any(cell.model == "chat" for cell in cells)
-    if not _named(experiment):
+    pair = any(cell.model == "chat" for cell in cells)
+    if not experiment.names_models:
         if not models:
             raise InputError(
                 f"{experiment.id} measures an existing model: pass --model MODEL, a Hugging Face id, directory, .gguf "

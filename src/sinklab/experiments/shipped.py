@@ -48,7 +48,7 @@ def load_experiment(name: str) -> Experiment:
         claims = tuple(_looked_up(claim, experiment) if claim.same_as else claim for claim in experiment.claims)
     except ValidationError as error:
         raise InputError("\n".join([f"{name} is not a valid experiment:", *_explain(error)])) from error
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:  # TypeError: a key of `tune` that is not text
         raise InputError(f"{name} cannot be loaded: {error}") from error
     experiment = experiment.model_copy(update={"claims": claims})
     if not isinstance(file, Path):

@@ -28,7 +28,8 @@ class Question:
     @property
     def own_seeds(self) -> range:
         """Seeds of the experiment's runs."""
-        return self.experiment.own_seeds(self.seeds)
+        first = self.experiment.first_seed
+        return range(first, first + self.seeds)
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,6 @@ class SweepCell:
             then not a failure of the sweep.
     """
 
-    name: str
     recipe: Recipe
     change: Mapping[str, object]
     seeds: Sequence[int]
@@ -124,7 +124,7 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
                 )
             first.setdefault(name, question.experiment.id)
             seeds, may_diverge = sorted({*cell.seeds, *known.seeds}), cell.may_diverge or known.may_diverge
-            cells[name] = SweepCell(name, known.recipe, known.change, seeds, may_diverge)
+            cells[name] = SweepCell(known.recipe, known.change, seeds, may_diverge)
         order |= dict.fromkeys((name, seed) for seed in question.own_seeds for name in own)
     return SweepPlan(cells, tuple(order))
 
@@ -145,7 +145,7 @@ def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepC
         may_diverge = name in diverging or any(
             variant.may_diverge and variant.overlay in overlays for variant in VARIANTS.values()
         )
-        found[name] = SweepCell(name, recipe, change_of(recipe, base, overlays), question.own_seeds, may_diverge)
+        found[name] = SweepCell(recipe, change_of(recipe, base, overlays), question.own_seeds, may_diverge)
     return found
 
 
