@@ -75,7 +75,7 @@ class Covered(Part):
     """
 
     says: str
-    claims: tuple[str, ...] = Field(default=())
+    claims: tuple[str, ...] = ()
     without: str = ""
 
 

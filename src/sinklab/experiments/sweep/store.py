@@ -14,7 +14,7 @@ from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.errors import InputError
 from sinklab.experiments.claims import Scale, quantities_of
 from sinklab.experiments.definition import ONLY_MEASURED, Experiment
-from sinklab.experiments.documents import CellRun, Summary, edited, record_of
+from sinklab.experiments.documents import RECORD, CellRun, Summary, edited, record_of
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.results import NO_METRICS, CellResults, NoMetricsError, named_values, read_numbers
 from sinklab.experiments.summary import at_scale, summarise
@@ -167,7 +167,7 @@ def found_runs(out: Path) -> dict[str, Path]:
 def _progress(directory: Path) -> tuple[bool, bool, int]:
     metrics = directory / "metrics.jsonl"
     size = metrics.stat().st_size if metrics.is_file() else 0
-    return (directory / "record.json").is_file(), (directory / "measurement.json").is_file(), size
+    return (directory / RECORD).is_file(), (directory / "measurement.json").is_file(), size
 
 
 def results_of(manifests: Mapping[str, SweepManifest], out: Path) -> dict[str, CellResults]:
