@@ -8,6 +8,8 @@ import torch
 import transformers as hf
 
 import sinklab
+from sinklab.measuring.records import Batch
+from sinklab.measuring.statistics.collecting import DetailTotals
 from sinklab.models import memory_budget as memory
 from sinklab.models.memory_budget import Sizes, fitting_batch, free_bytes, sizes_of_pretrained
 
@@ -114,6 +116,36 @@ def test_the_result_is_that_of_any_batch_size(model: Any, monkeypatch: pytest.Mo
     assert [at for at in done if at == int(at)] == [1, 2, 3, 4, 5, 6]
     assert (alone.sink_rate, alone.notes) == (whole.sink_rate, [])
     assert alone.loss == pytest.approx(whole.loss, rel=1e-5)
+
+
+def _full_once(monkeypatch: pytest.MonkeyPatch, where: type, method: str) -> None:
+    """Let the memory run out in the second call of a method."""
+    calls, real = [0], getattr(where, method)
+
+    def full(*given: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return real(*given)
+
+    monkeypatch.setattr(where, method, full)
+
+
+def test_a_batch_that_runs_out_of_memory_is_counted_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = sinklab.measure(model, TOKENS, batch_size=2)
+    _full_once(monkeypatch, Batch, "on_cpu")
+    found = sinklab.measure(model, TOKENS, batch_size=2)
+    assert found.notes == ["out of memory: the batch size was reduced from 2 to 1 sequences"]
+    assert (found.sequences, found.sink_rate) == (6, whole.sink_rate)
+    assert found.loss == pytest.approx(whole.loss, rel=1e-5)
+
+
+def test_no_batch_is_counted_in_part_if_the_memory_runs_out_in_the_sums(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _full_once(monkeypatch, DetailTotals, "add")
+    with pytest.raises(torch.OutOfMemoryError):
+        sinklab.measure(model, TOKENS, batch_size=2, details=True)
 
 
 def test_one_long_sequence_shows_progress_after_every_block(model: Any) -> None:

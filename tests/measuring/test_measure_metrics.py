@@ -126,23 +126,6 @@ def test_where_all_norms_are_zero_none_is_larger_than_another() -> None:
     assert first_to_rest(torch.tensor([[0.0, 0.0, 0.0], [4.0, 2.0, 2.0]])).tolist() == [1.0, 2.0]
 
 
-def test_a_batch_that_a_full_card_cannot_hand_over_is_not_half_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    totals, batch = Accumulator((0.3,), 4), _batch(torch.full((2, 3, 1, 4), 0.5))
-
-    def full(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        if tensor is batch.recorded["value_norm_BT"]:
-            raise torch.OutOfMemoryError("out of memory")
-        return tensor
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", full)
-        with pytest.raises(torch.OutOfMemoryError):
-            totals.add(batch)
-    totals.add(batch)
-    assert totals.sequences == 2
-    assert totals.sink_rate() == [100.0] * 4
-
-
 def test_nan_is_an_error_that_names_the_layer() -> None:
     alpha = torch.full((2, 3, 1, 4), 0.1)
     alpha[1, 1, 0, 2] = torch.nan

@@ -63,13 +63,12 @@ class Accumulator:
         self._triples: dict[str, Tensor] = {}  # number of (sequence, layer, head) triples, by the same keys
 
     def add(self, batch: Batch) -> None:
-        """Add the statistics of one batch to the running sums.
+        """Add the statistics of one batch, which is on the CPU (`Batch.on_cpu`), to the running sums.
 
         Raises:
             SinklabError: if importance values or the norms of keys, values or hidden states are NaN or infinite (the
                 message names the layer), or the loss is NaN or infinite.
         """
-        batch = batch.on_cpu()  # may run out of memory, so it precedes all changes of the sums
         recorded, valid_BT = dict(batch.recorded), batch.valid_BT
         importance_ABHT, (B, T) = recorded["importance_BHT"], valid_BT.shape
         self.sequences += B

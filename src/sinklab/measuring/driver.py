@@ -66,14 +66,14 @@ def measure(
             f"the attention mask has shape {tuple(mask_NT.shape)} and the tokens {tuple(tokens_NT.shape)}; the "
             "shapes must be equal"
         )
-    real = real_tokens(mask_NT)
-    if padded := real.padded:  # on the right, each token has the position that it has without padding
-        tokens_NT, mask_NT = tokens_NT.gather(1, real.index_BR), real.valid_BR.long()
+    aligned = real_tokens(mask_NT)
+    if padded := aligned.padded:  # on the right, each token has the position that it has without padding
+        tokens_NT, mask_NT = tokens_NT.gather(1, aligned.index_BR), aligned.valid_BR.long()
     longest = mask_NT.shape[1]
     options.check_lengths(tokens_NT.shape[1])
     if options.maps:
         options.check_maps(adapter.attention_layers, adapter.heads)
-    explored = explored_heads(adapter, options.maps) if options.explore else None
+    heads = explored_heads(adapter, options.maps) if options.explore else None
     adapter.check(tokens_NT, longest, options.lengths)
     if options.gradients:
         check_gradients(adapter, longest, padded)
@@ -90,8 +90,8 @@ def measure(
         if details is not None:
             stack.enter_context(adapter.gated(details.gates))  # may run the model on a few tokens
         records = stack.enter_context(_recording(adapter, options.lengths, details))  # may run the model on two tokens
-        real = _after_leading(adapter.leading, mask_NT[:1])
-        largest = stack.enter_context(largest_activations(adapter.blocks, real))
+        first_sequence = _after_leading(adapter.leading, mask_NT[:1])
+        largest = stack.enter_context(largest_activations(adapter.blocks, first_sequence))
         if details is not None:
             stack.enter_context(details.watching(adapter.blocks))
         N, T = tokens_NT.shape
@@ -100,6 +100,7 @@ def measure(
         batches = Batches(N, batch_size, progress, len(adapter.blocks))
         stack.enter_context(hooked(block.register_forward_hook(batches.block_ran) for block in adapter.blocks))
         for start, stop in batches:
+            batch = None  # remains None if the memory runs out
             with batches.attempt():
                 tokens_BT = tokens_NT[start:stop].to(adapter.device, non_blocking=True)
                 real = _after_leading(adapter.leading, mask_NT[start:stop]).to(adapter.device)
@@ -108,8 +109,10 @@ def measure(
                     details.begin(real)
                 loss = adapter.read(tokens_BT, real, first_target, records.paused())
                 found = details and details.batch(F.pad(tokens_BT, (adapter.leading, 0)))
-                totals.add(batch_of(records.layers, hidden, real, loss, found, adapter.leading, before))
-                del found  # the next batch needs the memory
+                batch = batch_of(records.layers, hidden, real, loss, found, adapter.leading, before).on_cpu()
+            if batch is not None:
+                totals.add(batch)  # not in the attempt, which may fail and be repeated
+            batch = found = None  # the next batch needs the memory
         notes = [*adapter.kinds.notes(), *adapter.notes(), *batches.notes()]
     if options.loss and longest > 1 and not totals.targets:
         notes.append(f"no loss: the prefix mask leaves no targets in {longest} tokens")
@@ -131,8 +134,8 @@ def measure(
         added = {"gradient_norm_ratio": gradient_sink(norm_LT), "gradient_norm": norm_LT.float().numpy()}
         measurement = measurement.model_copy(update=added | {"notes": [*measurement.notes, *halved]})
     if options.explore:
-        found = explore(adapter, tokens_NT[0, mask_NT[0].bool()], explored, partial(_recording, adapter, ()))
-        measurement = measurement.model_copy(update={"explored": found})
+        explored = explore(adapter, tokens_NT[0, mask_NT[0].bool()], heads, partial(_recording, adapter, ()))
+        measurement = measurement.model_copy(update={"explored": explored})
     return measurement
 
 
