@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sinklab.data.spelling import spelling, vocabulary_digest
+from sinklab.data.spelling import spelling
 from sinklab.data.tokenizers import Tokenizer
 from sinklab.device import pick_device
 from sinklab.errors import InputError
@@ -103,13 +103,15 @@ class Model:
 
     @property
     def vocabulary_hash(self) -> str:
-        """Hash of the vocabulary without added tokens, so that a chat model and its base model have the same hash.
+        """Hash of the tokens and ids, without added tokens: a chat model and its base model have the same hash.
 
-        Added tokens are included for tokenizers without a `tokenizers` backend.
+        It is the start of a SHA-256, 16 hexadecimal digits. Added tokens are included for tokenizers without a
+        `tokenizers` backend.
         """
         own = isinstance(self.tokenizer, Tokenizer)
         backend = self.tokenizer.backend if own else getattr(self.tokenizer, "backend_tokenizer", None)
-        return vocabulary_digest(backend.get_vocab(with_added_tokens=False) if backend else self.tokenizer.get_vocab())
+        vocabulary = backend.get_vocab(with_added_tokens=False) if backend else self.tokenizer.get_vocab()
+        return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()[:16]
 
     def conversations(self, keep_bos: bool) -> Conversations:
         """Return a renderer that applies the model's chat template, or writes lines `role: content` if it has none.

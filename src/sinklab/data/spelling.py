@@ -1,4 +1,4 @@
-"""UTF-8 size of each token of a text, and hashes of vocabularies.
+"""UTF-8 size of each token of a text.
 
 The bytes of a token are decoded from its vocabulary string and compared with the text; sizes are UNKNOWN from the first
 mismatch on. Three encodings of vocabulary strings are supported:
@@ -11,9 +11,7 @@ Rejected alternative: decoding tokens one by one, which gives U+FFFD (three byte
 character.
 """
 
-import hashlib
-import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -74,11 +72,6 @@ def spelling(
         return Spelled(ids, _sizes(text.encode("utf-8", "replace"), [bytes_of(one) for one in ids]))
 
     return spelled
-
-
-def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
-    """Hash the tokens and ids of a vocabulary: the first 16 hexadecimal digits of a SHA-256."""
-    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()[:16]
 
 
 def _sizes(text: bytes, tokens: Sequence[bytes]) -> list[int]:
