@@ -33,7 +33,7 @@ SHALLOW = 500
 """Longest line plus number of brackets up to which a YAML document is read by the loader in C: it cannot be nested
 more deeply than that."""
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # full disk, exceeded quota, file above the size limit
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # full disk, exceeded quota, file above the size limit
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def written_aside(path: Path) -> Iterator[Path]:
             shutil.copymode(target, aside)
         aside.replace(target)
     except OSError as error:
-        remedy = "free some space and run the same command again, or choose" if error.errno in FULL else "choose"
+        remedy = "free some space and run the same command again, or choose" if error.errno in DISK_FULL else "choose"
         raise SinklabError(
             f"cannot write {path}: {error.strerror or error}. An earlier file there is untouched; "
             f"{remedy} another output path."
@@ -235,7 +235,7 @@ def append_line(path: Path, line: str) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        remedy = "Free some space" if error.errno in FULL else "Make it a writable file"
+        remedy = "Free some space" if error.errno in DISK_FULL else "Make it a writable file"
         raise SinklabError(
             f"cannot write {path}: {error.strerror or error}. {remedy}, then run the same command again."
         ) from error
@@ -245,9 +245,9 @@ def is_full(error: BaseException) -> bool:
     """Return whether an error or one of its causes reports a full disk, an exceeded quota or the file size limit."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in FULL:
+        if isinstance(seen, OSError) and seen.errno in DISK_FULL:
             return True
-        if any(os.strerror(number) in str(seen) for number in FULL):  # raised by another library or process
+        if any(os.strerror(number) in str(seen) for number in DISK_FULL):  # raised by another library or process
             return True
         seen = seen.__cause__
     return False

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from sinklab.errors import InputError
 
-LARGEST = 2**63 - 1  # largest 64-bit integer
+LARGEST_INT64 = 2**63 - 1  # largest 64-bit integer
 INPUT, TRAINING, MEASURED, OUTPUT, ADVANCED = PANELS = ("Input", "Training", "Measured", "Output", "Advanced")
 """Panels of a command's help, in order."""
 MOST = 10**9  # maximum number of sequences, and of tokens per sequence; their product is a valid tensor size
@@ -92,4 +92,4 @@ def split_names(given: object) -> object:
 
 SequenceCount = Annotated[int, Field(ge=1, le=MOST, description="Number of sequences.")]
 SequenceLength = Annotated[int, Field(ge=2, le=MOST, description="Tokens per sequence, BOS included.")]
-Seed = Annotated[int, Field(ge=0, le=LARGEST)]
+Seed = Annotated[int, Field(ge=0, le=LARGEST_INT64)]

@@ -14,7 +14,7 @@ from sinklab.commands.terminal.tables import stderr
 from sinklab.errors import InputError, cause
 from sinklab.files import parse_yaml
 from sinklab.outputs import check_writable
-from sinklab.settings import ADVANCED, INPUT, LARGEST, OUTPUT, CommandSettings, Flag, Seed
+from sinklab.settings import ADVANCED, INPUT, LARGEST_INT64, OUTPUT, CommandSettings, Flag, Seed
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
@@ -33,10 +33,13 @@ class PrepareSettings(CommandSettings, frozen=True):
         default=0.02, gt=0, le=0.5, description="Fraction of the documents held out for validation, at most 0.5."
     )
     text_limit_bytes: Annotated[int | None, Flag("--limit-bytes")] = Field(
-        default=None, ge=1, le=LARGEST, description="Read at most this many bytes of text."
+        default=None, ge=1, le=LARGEST_INT64, description="Read at most this many bytes of text."
     )
     token_limit: Annotated[int | None, Flag("--limit-tokens")] = Field(
-        default=None, ge=2, le=LARGEST, description="Write at most this many tokens, training and validation together."
+        default=None,
+        ge=2,
+        le=LARGEST_INT64,
+        description="Write at most this many tokens, training and validation together.",
     )
     mix_kind: Annotated[Literal["weights", "files"] | None, Flag("--mix", metavar="KIND")] = Field(
         default=None,

@@ -10,7 +10,7 @@ import typer
 from sinklab import signals
 from sinklab.commands.terminal.tables import print_text, stderr
 from sinklab.errors import SinklabError, is_out_of_memory
-from sinklab.files import FULL
+from sinklab.files import DISK_FULL
 
 INACCESSIBLE = (errno.EACCES, errno.EPERM, errno.ELOOP)
 NO_HOME = "Could not determine home directory."  # pathlib, for ~name
@@ -66,7 +66,7 @@ def _status(app: typer.Typer) -> int:
         if error.errno in INACCESSIBLE and error.filename is not None:  # also raised by any use
             _say_error(f"cannot access {error.filename}: {error.strerror}. Make it accessible, or use another path")
             return 2
-        if error.errno not in FULL or error.filename is not None:
+        if error.errno not in DISK_FULL or error.filename is not None:
             raise
         _say_error(f"cannot write the result to stdout ({error.strerror}): free disk space, or redirect stdout")
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  flushing the rest of the output at exit would fail again

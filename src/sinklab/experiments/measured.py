@@ -38,7 +38,7 @@ from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.opening import Model, open_model
 from sinklab.survey.compare import labels
 from sinklab.survey.measure_many import Item, Outcome, deciding_request, measure_all
-from sinklab.survey.measure_one import check_loadable, check_request, measure_loaded
+from sinklab.survey.measure_one import check_loadable, check_measurable, measure_loaded
 from sinklab.survey.open_models import EVERY, OpenModel, models_of, setting
 
 FEWEST_MODELS = 3
@@ -219,7 +219,7 @@ class _OneAtATime:
             model = open_model(chosen.name, chosen.loaded_by(self.loading), as_transformers=asks)
             for one in self._passes:
                 if chosen in one.models.values() and (one.task is not None) == asks:
-                    check_request(model, one.request(0))
+                    check_measurable(model, one.request(0))
             self._wanted, self._model = (chosen, asks), model
         return self._model
 

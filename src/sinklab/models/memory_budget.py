@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-LARGEST = 16  # maximum sequences per batch: larger batches are not faster, and progress is shown per batch
+MOST_SEQUENCES = 16  # maximum sequences per batch: larger batches are not faster, and progress is shown per batch
 TOKENS = 2**13  # maximum tokens per batch: more tokens are not faster either
 SHARE = 0.5  # fraction of the free memory to use
 FLOAT = 4  # bytes per number; sums are in float32, except for float64 models
@@ -85,9 +85,9 @@ def sizes_of_pretrained(config: "PretrainedConfig", *, matrices: bool, padded: b
 
 
 def fitting_batch(sizes: Sizes, length: int, device: torch.device, blocks: int = 1) -> int:
-    """Return the default number of sequences per batch, limited by LARGEST, TOKENS and a SHARE of the free memory.
+    """Return the default number of sequences per batch, limited by MOST_SEQUENCES, TOKENS and SHARE of the free memory.
 
-    The number is at least 1. If the free memory is unknown, only LARGEST and TOKENS limit it.
+    The number is at least 1. If the free memory is unknown, only MOST_SEQUENCES and TOKENS limit it.
 
     Args:
         sizes: sizes of the model's tensors.
@@ -95,8 +95,8 @@ def fitting_batch(sizes: Sizes, length: int, device: torch.device, blocks: int =
         blocks: number of blocks whose activations are in memory at the same time.
     """
     free = free_bytes(device)
-    most = LARGEST if free is None else int(SHARE * free) // (blocks * sizes.bytes_per_sequence(length))
-    return max(1, min(LARGEST, TOKENS // length, most))
+    most = MOST_SEQUENCES if free is None else int(SHARE * free) // (blocks * sizes.bytes_per_sequence(length))
+    return max(1, min(MOST_SEQUENCES, TOKENS // length, most))
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -17,7 +17,7 @@ from sinklab.jobs.progress import Observer, ignore
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, DEVICE_MAP, Loading
-from sinklab.models.memory_budget import LARGEST, LOGITS_AT_ONCE, Sizes
+from sinklab.models.memory_budget import LOGITS_AT_ONCE, MOST_SEQUENCES, Sizes
 from sinklab.opening import open_model
 from sinklab.survey.measure_many import Item, Survey, deciding_request, measure_all, text_hash
 from sinklab.survey.measure_one import measure_loaded
@@ -158,7 +158,7 @@ def sizes(
     """
     check_models_dir(models_dir)
     where = pick_device("auto" if device == DEVICE_MAP else device)
-    batch = min(request.options.batch_size or LARGEST, request.sequences)
+    batch = min(request.options.batch_size or MOST_SEQUENCES, request.sequences)
     found = []
     for model in models_of(names):
         directory = directory_of(model, models_dir)

@@ -94,7 +94,7 @@ class ReadTokens:
     conversations: Conversations
 
 
-def check_request(model: Model, request: Request) -> None:
+def check_measurable(model: Model, request: Request) -> None:
     """Raise InputError if the sequences exceed the model's context, or a change of positions does not fit the model."""
     check_length(request.length, model.adapter.limit)
     with changed_positions(model.adapter, request.study):

@@ -23,7 +23,7 @@ from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
 from sinklab.errors import SinklabError
 from sinklab.jobs.progress import StepProgress
-from sinklab.measuring.huggingface.callback import EVALUATION, SinkCallback
+from sinklab.measuring.huggingface.callback import EVAL_PREFIX, SinkCallback
 from sinklab.model.loss import IGNORED
 from sinklab.models.native import is_exported
 from sinklab.tuning.chats import TokenizedChat
@@ -66,8 +66,8 @@ class TuneRecord(TrainerCallback):
                 )
             self.updates.append(made)
             self.progress.advance(text=f"loss {made.loss:.3f}, gradient {made.grad_norm:.3g}")
-        elif logs and f"{EVALUATION}loss" in logs:
-            if not math.isfinite(loss := logs[f"{EVALUATION}loss"]):
+        elif logs and f"{EVAL_PREFIX}loss" in logs:
+            if not math.isfinite(loss := logs[f"{EVAL_PREFIX}loss"]):
                 raise SinklabError(
                     f"the loss on held-out conversations is {loss} after update {step}, but must be finite: lower "
                     "--lr, or inspect the model with `sinklab measure`. Earlier checkpoints are unchanged"
@@ -127,7 +127,7 @@ class Tuner(SFTTrainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._nats, self._targets = 0.0, 0
         output = super().evaluation_loop(*args, **kwargs)
-        output.metrics[f"{EVALUATION}loss"] = self._nats / self._targets
+        output.metrics[f"{EVAL_PREFIX}loss"] = self._nats / self._targets
         return output
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

@@ -17,7 +17,7 @@ from sinklab.schema import finite_or_none
 if TYPE_CHECKING:
     from transformers import Trainer
 
-EVALUATION = "eval_"
+EVAL_PREFIX = "eval_"
 """Prefix of the Trainer's evaluation metrics."""
 
 
@@ -87,7 +87,7 @@ class SinkCallback(TrainerCallback):
         Raises:
             InputError, SinklabError: see `sinklab.measure`.
         """
-        if logs is None or not any(name.startswith(EVALUATION) for name in logs):
+        if logs is None or not any(name.startswith(EVAL_PREFIX) for name in logs):
             return
         self.measurement = measure(model, self._tokens_NT, eps=self._eps, batch_size=self._batch_size, loss=False)
         found = sink_numbers(self.measurement)
@@ -103,4 +103,4 @@ def sink_numbers(measurement: Measurement) -> Mapping[str, float]:
         "sink_bias": measurement.sink_rate_bias,
         "norm_ratio": finite_or_none(max(measurement.hidden_norm_ratio or (), default=None)),
     }
-    return {f"{EVALUATION}{name}": float(number) for name, number in numbers.items() if number is not None}
+    return {f"{EVAL_PREFIX}{name}": float(number) for name, number in numbers.items() if number is not None}
