@@ -35,6 +35,7 @@ from independent_core import formula
 from sampling import one_in
 from torch import Tensor
 
+from sinklab.attention import masks
 from sinklab.attention.chunked import chunked_attend
 from sinklab.attention.config import AttentionConfig, kinds_of
 from sinklab.attention.core import AttentionCore
@@ -157,6 +158,13 @@ def test_a_document_is_attended_to_as_if_it_stood_alone(operation: str) -> None:
     beside = (None if x is None else x[:1, 4:9] for x in arguments(alone))
     expected = alone(*(x[:1, :, 4:9] for x in (q, k, v)), *beside)
     torch.testing.assert_close(together[:1, :, 4:9], expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("mask_of", [masks.Document, masks.Dense, lambda tensor: masks.Padded(masks.CAUSAL, tensor)])
+def test_masks_are_equal_if_they_have_the_same_tensor(mask_of: Callable[[Tensor], masks.Mask]) -> None:
+    tensor = torch.ones(2, dtype=torch.int64)
+    assert len({mask_of(tensor), mask_of(tensor)}) == 1
+    assert mask_of(tensor) != mask_of(tensor.clone())
 
 
 def test_the_document_mask_asks_for_the_documents() -> None:

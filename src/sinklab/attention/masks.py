@@ -20,7 +20,20 @@ COUNTED_ROWS = 128  # rows (queries) of the mask that are computed at a time for
 
 
 class Mask(ABC):
-    """Base class of attention masks."""
+    """Base class of attention masks, which are dataclasses.
+
+    Masks are keys of caches. Two masks are equal if they have the same class, the same tensor objects and otherwise
+    equal fields. The `==` of dataclasses would compare tensors elementwise.
+    """
+
+    def _key(self) -> tuple[object, ...]:
+        return type(self), *(id(x) if isinstance(x, Tensor) else x for x in vars(self).values())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mask) and other._key() == self._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
 
     @property
     def causal(self) -> bool:
@@ -120,7 +133,7 @@ def visible_queries(
     return counts_BHS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Causal(Mask):
     """Causal mask: query t sees keys s <= t."""
 
@@ -139,7 +152,7 @@ class Causal(Mask):
         return 0, min(first + 1, keys)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Window(Mask):
     """Sliding window mask: query t sees keys t - width + 1 .. t (2410.10781, figure 6)."""
 
@@ -156,7 +169,7 @@ class Window(Mask):
         return start, max(start, min(first + 1, keys))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prefix(Mask):
     """Prefix mask: causal, and every query also sees the first `length` keys (2410.10781, figure 5)."""
 
@@ -180,7 +193,7 @@ class Prefix(Mask):
         return 0, min(max(first + 1, self.length), keys)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WrappedMask(Mask):
     """Base class of masks that modify another mask, `rest`."""
 
@@ -202,7 +215,7 @@ class WrappedMask(Mask):
         return replace(self, rest=self.rest.of(row, heads))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Leading(WrappedMask):
     """Mask with `count` learned leading tokens before a sequence that has the mask `rest`.
 
@@ -231,7 +244,7 @@ class Leading(WrappedMask):
         return 0, self.count + (high if low == 0 else 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HiddenFirst(WrappedMask):
     """Mask that hides the first `count` keys from the queries after them; the first `count` queries are unchanged."""
 
@@ -275,12 +288,6 @@ class Padded(WrappedMask):
         seen = (k >= before) & (q >= before) & self.rest.allowed(b, h, q - before, k - before)
         return seen | ((k == q) & (q < before))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Padded) and other.padding_B is self.padding_B and other.rest == self.rest
-
-    def __hash__(self) -> int:
-        return hash((id(self.padding_B), self.rest))
-
 
 @dataclass(frozen=True, eq=False)
 class Document(Mask):
@@ -303,14 +310,8 @@ class Document(Mask):
         # `Leading` and `Padded` pass negative positions for leading tokens and padding, and ignore the results.
         return (k <= q) & (self.documents_BS[b, q.clamp(min=0)] == self.documents_BS[b, k.clamp(min=0)])
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Document) and other.documents_BS is self.documents_BS
 
-    def __hash__(self) -> int:
-        return id(self.documents_BS)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Dense(Mask):
     """Explicit boolean mask, under which a query may see no key, for example at padding.
 
@@ -352,7 +353,7 @@ class Dense(Mask):
         return self.allowed_BHTS[:, :, first - self._offset : end - self._offset, low:high]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Both(Mask):
     """Intersection of two masks."""
 

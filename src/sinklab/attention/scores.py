@@ -114,7 +114,7 @@ def broadcast_index(index: Tensor, length: int) -> Tensor:
 
 
 def per_query(function: Callable[..., Tensor], first: int) -> Callable[..., Tensor]:
-    """Return the function of a `Score` with one number per query: `function` of z and the query's number in each tensor.
+    """Return the function of a `Score`: `function` of z and, from each of its tensors, the number of the query.
 
     The tensors have the shape (B, H, T), where H may be 1.
 

@@ -108,7 +108,7 @@ class StickBreaking(OperationPart):
 EXACT_TO = 40.0  # threshold of softplus, whose error above it is at most 4e-18; 2e-9 with the default of 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OtherKeys(Mask):
     """Mask that hides each query's own key."""
 
