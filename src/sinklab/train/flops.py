@@ -27,7 +27,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from sinklab.attention.core import AttentionCore
 from sinklab.attention.masks import visible_keys
 from sinklab.attention.operations.kernel import Kernel
 from sinklab.model.block import LinearBlock
@@ -117,15 +116,12 @@ def _matrix_flops(model: Transformer) -> int:
 def _attention_flops(config: ModelConfig, positions: int) -> int:
     """Count the forward FLOPs of the attention core of one layer for one sequence."""
     width, value_width, operation = config.query_width, config.value_width, config.attention.operation
-    scored = width * operation.queries_per_head
-    core = AttentionCore(
-        config.attention, config.key_heads, width, heads=config.heads, context=config.context, value_width=value_width
-    )
-    bias = 2 * scored * positions if core.bias.key is not None else 0
-    if isinstance(operation, Kernel) and core.mask.running_sum is not None:
+    scored, mask = width * operation.queries_per_head, config.attention.mask.build()
+    bias = 2 * scored * positions if config.attention.bias.adds_key else 0
+    if isinstance(operation, Kernel) and mask.running_sum is not None:
         state = 2 * width * (value_width + int(operation.normalised))  # writing; reading costs the same
         return config.heads * (2 * state * positions + bias)
-    pairs = int(visible_keys(core.mask, positions, torch.device("cpu")).sum())
+    pairs = int(visible_keys(mask, positions, torch.device("cpu")).sum())
     return config.heads * (2 * (scored + value_width) * pairs + bias)
 
 
