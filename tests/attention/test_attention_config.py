@@ -9,7 +9,6 @@ from closeness import assert_close
 from pydantic import ValidationError
 
 from sinklab.attention.config import AttentionConfig
-from sinklab.attention.core import AttentionCore
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "window of nothing": ({"mask": {"kind": "window", "width": 0}}, "greater than or equal to 1"),
@@ -77,11 +76,6 @@ def test_what_does_not_fit_the_model_is_refused_with_the_reason(
     config = AttentionConfig.model_validate(values)
     with pytest.raises(ValueError, match=reason):
         config.check_fit(head_width, on_scores)
-
-
-def test_a_core_refuses_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match="above the head width"):
-        AttentionCore(AttentionConfig.model_validate({"bias": {"kind": "k", "learnable_dims": 9}}), 2, 8)
 
 
 NEUTRAL: dict[str, dict[str, Any]] = {

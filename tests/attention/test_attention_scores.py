@@ -128,5 +128,5 @@ def test_open_forget_gates_are_softmax() -> None:
 
 
 def test_forgetting_asks_for_its_gates() -> None:
-    with pytest.raises(ValueError, match="pass gates_BLH"):
+    with pytest.raises(AssertionError, match="requires gates"):
         core_with({"kind": "forgetting"})(*qkv())

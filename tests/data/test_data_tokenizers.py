@@ -104,11 +104,6 @@ def test_an_unusable_tokenizer_is_refused_with_a_remedy(tmp_path: Path, monkeypa
         load_tokenizer("nobody/no-such-model-anywhere")
 
 
-def test_a_vocabulary_smaller_than_the_bytes_is_refused(tmp_path: Path):
-    with pytest.raises(InputError, match="at least 258"):
-        train_bpe(["text"], 100, tmp_path)
-
-
 def test_a_folder_of_vocabulary_and_merges_is_converted(tmp_path: Path):
     tokenizer = train_bpe(stdlib_text(), 400, tmp_path / "whole")
     old = tmp_path / "old"

@@ -180,7 +180,7 @@ def test_the_rotary_bound_is_the_one_of_the_largest_product() -> None:
     model: Any = _ours("rotary").double()
     seen: list[tuple[torch.Tensor, ...]] = []
     cores = [block.attention.core for block in model.blocks]
-    handles = [core.register_forward_hook(lambda _, args, __: seen.append(args)) for core in cores]
+    handles = [core.register_forward_hook(lambda _, args, __: seen.append(args[:3])) for core in cores]
     with torch.no_grad():
         model(torch.full((1, 20), 3))
     for handle in handles:

@@ -136,7 +136,7 @@ def inputs_of_the_first_layer(model: Transformer) -> tuple[Tensor, ...]:
     """Queries, keys and values as the first attention core receives them."""
     seen: list[tuple[Tensor, ...]] = []
     core = model.get_submodule("blocks.0.attention.core")
-    handle = core.register_forward_pre_hook(lambda _, args: seen.append(args))
+    handle = core.register_forward_pre_hook(lambda _, args: seen.append(args[:3]))
     with torch.no_grad():
         model(tokens())
     handle.remove()

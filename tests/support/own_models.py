@@ -59,7 +59,7 @@ def core_inputs(model: Any, tokens: torch.Tensor) -> tuple[list[torch.Tensor], l
     """Queries, keys (repeated over groups) and values of every layer, as the cores see them."""
     seen: list[tuple[torch.Tensor, ...]] = []
     handles = [
-        block.attention.core.register_forward_hook(lambda _, args, __: seen.append(args)) for block in model.blocks
+        block.attention.core.register_forward_hook(lambda _, args, __: seen.append(args[:3])) for block in model.blocks
     ]
     with torch.no_grad():
         model(tokens)

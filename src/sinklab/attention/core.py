@@ -45,9 +45,6 @@ class AttentionCore(nn.Module):
         learned: learned parameters of the operation; None for operations without parameters.
         call_handler: function that computes the output in place of the core. `intercept` (models/intercept.py) sets
             it; otherwise None.
-
-    Raises:
-        ValueError: if the config does not fit the sizes or the position (`AttentionConfig.check_fit`).
     """
 
     def __init__(
@@ -62,7 +59,6 @@ class AttentionCore(nn.Module):
         value_width: int | None = None,
     ) -> None:
         super().__init__()
-        config.check_fit(head_width, position is not None)
         heads = heads or kv_heads
         self.operation: Operation = config.operation
         self.backend: Backend = config.backend
@@ -77,15 +73,15 @@ class AttentionCore(nn.Module):
         self.mask = config.mask.build()
         self.call_handler: Callable[[LayerCall], Tensor] | None = None
 
-    def forward(self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *beside: Tensor | None) -> Tensor:
+    def forward(self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *others: Tensor | None) -> Tensor:
         """Compute the attention output, (B, H, T, V). See `layer_call` for the arguments.
 
         Raises:
-            ValueError: if document IDs or gates are required and missing, if the shapes of q and k do not match, or if
-                the backend does not support the call.
+            ValueError: if document IDs are required and missing, if the shapes of q and k do not match, or if the
+                backend does not support the call.
         """
         with torch.autocast(q_BHTD.device.type, enabled=False):  # the primitive chooses its own precision
-            layer = self.layer_call(q_BHTD, k_BGTD, v_BGTD, *beside)
+            layer = self.layer_call(q_BHTD, k_BGTD, v_BGTD, *others)
             return layer.output() if self.call_handler is None else self.call_handler(layer)
 
     def layer_call(
@@ -109,14 +105,10 @@ class AttentionCore(nn.Module):
                 padding.
 
         Raises:
-            ValueError: if document IDs or gates are required and missing.
+            ValueError: if document IDs are required and missing.
         """
         operation, mask = self.operation, self.mask_of_batch(documents_BL, padding_B)
-        if gates_BLH is None and (operation.forgets or operation.weighs):
-            wanted = (
-                "cumulative sums of log forget gates" if operation.forgets else "logits of the second softmax's weights"
-            )
-            raise ValueError(f"{operation.kind} attention requires {wanted}: pass gates_BLH")
+        assert gates_BLH is not None or not (operation.forgets or operation.weighs), "the operation requires gates"
         logit_H = self.bias.logit_per_head(q_BHTD)
         call = Call(
             q_BHTD,

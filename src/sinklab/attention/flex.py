@@ -22,7 +22,7 @@ NARROWEST = 16  # smallest head dimension supported by the kernel
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def flex_serves(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor) -> bool:
+def flex_serves(q_BHTD: Tensor, v_BGSV: Tensor) -> bool:
     """Return True if the kernel supports the call: CUDA, float32 or 16-bit queries, key and value dimensions >= 16.
 
     A value dimension of 0 is supported too (`flex_attend`).

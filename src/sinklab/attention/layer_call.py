@@ -158,10 +158,9 @@ class LayerCall:
         scores_BHTS = first.new_zeros(*self.call.q_BHTD.shape[:3], self.call.k_BGTD.shape[2])
         bias_BHT = None if parts[0].bias_BHQ is None else first.new_zeros(self.call.q_BHTD.shape[:3])
         for part in parts:
-            rows = slice(part.block.start, part.block.stop)
-            scores_BHTS[:, :, rows, part.block.low : part.block.high] = part.weights_BHQS
+            scores_BHTS[:, :, part.block.rows, part.block.keys] = part.weights_BHQS
             if bias_BHT is not None and part.bias_BHQ is not None:
-                bias_BHT[:, :, rows] = part.bias_BHQ
+                bias_BHT[:, :, part.block.rows] = part.bias_BHQ
         if not self.operation.sums_to_one:
             sums_BHT = self.operation.row_sums(self.call).to(first.dtype)
             scores_BHTS *= sums_BHT[..., None]

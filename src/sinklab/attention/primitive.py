@@ -52,7 +52,7 @@ def attend(matrix: ScoreMatrix, v_BGSV: Tensor, backend: Backend = "auto") -> tu
     given = (q_BHTD, k_BGSD, v_BGSV, matrix.score, matrix.mask, matrix.factor)
     if backend == "eager":
         return eager_attend(*given)
-    if backend == "flex" or (backend == "auto" and flex_serves(q_BHTD, k_BGSD, v_BGSV)):
+    if backend == "flex" or (backend == "auto" and flex_serves(q_BHTD, v_BGSV)):
         return flex_attend(*given)
     return chunked_attend(*given)
 

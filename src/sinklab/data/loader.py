@@ -102,13 +102,9 @@ class Loader:
             validation loader may have fewer rows.
 
         Raises:
-            IndexError: if `index` is negative, or past the end of a validation loader.
             SinklabError: if the shard cannot be read.
         """
-        if index < 0 or (not self._shuffle and index >= len(self)):
-            raise IndexError(
-                f"batch {index} is out of range: expected 0..{len(self) - 1}, or any index >= 0 for training"
-            )
+        assert 0 <= index < (np.inf if self._shuffle else len(self)), f"batch {index} is out of range"
         ids = np.arange(index * self.batch_size, (index + 1) * self.batch_size)
         if self._shuffle:
             ids = np.array([self._order(place // self.chunks)[place % self.chunks] for place in ids.tolist()])

@@ -166,13 +166,12 @@ def train_bpe(documents: Iterable[str], size: int, out: Path) -> Tokenizer:
     (`Tokenizer.vocab_size`) is smaller than `size` if the text has too few distinct pairs of tokens to merge.
 
     Raises:
-        InputError: if `size` is below 258 or above 2^24; `documents` may also raise it.
+        InputError: if `documents` raises it.
         SinklabError: if the tokenizer cannot be saved.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    trained_size(f"train:{size}")
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

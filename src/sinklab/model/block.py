@@ -92,8 +92,9 @@ class Attention(nn.Module):
         self.forget_gate = operation.forget_gate(config.width, self.heads)
         self.weight_gate = operation.weight_gate(config.width, self.heads)
         score = None if term is None else term.score
-        sizes = {"heads": self.heads, "layer": layer, "context": config.context, "value_width": value_width}
-        self.core = AttentionCore(config.attention, self.key_heads, config.query_width, score, **sizes)
+        self.core = AttentionCore(
+            config.attention, self.key_heads, config.query_width, score, self.heads, layer, config.context, value_width
+        )
         self.out = nn.Linear((1 if self.summed else self.heads) * value_width, config.width, bias=False)
 
     def inputs(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,8 +113,8 @@ class Attention(nn.Module):
             q_BHLD, k_BGLD = self._placed(q_BHLD, self.q_norm, places), self._placed(k_BGLD, self.k_norm, places)
         return q_BHLD, k_BGLD, v_BGLD if self.value_gate is None else self.value_gate(v_BGLD)
 
-    def beside(self, x_BLE: Tensor, places: Places, past: LayerPast | None) -> tuple[Tensor | None, ...]:
-        """Return the attention core's arguments after q, k and v: document IDs, gates, padding; no trailing Nones.
+    def core_arguments(self, x_BLE: Tensor, places: Places, past: LayerPast | None) -> tuple[Tensor | None, ...]:
+        """Return the attention core's arguments after q, k and v: document IDs, gates and padding.
 
         The gates are the cumulative log forget gates of all positions, or, for differential attention V2, the logits of
         the second softmax's weight for each query and head. New forget gates are appended to `past`.
@@ -122,8 +123,7 @@ class Attention(nn.Module):
         gates_BLH = None if gate is None else gate(x_BLE)
         if gates_BLH is not None and self.forget_gate is not None and past is not None:
             gates_BLH = past.extend_kept(gates_BLH)
-        beside = (places.documents_BL, gates_BLH, places.padding_B)
-        return beside[: max(number * (one is not None) for number, one in enumerate(beside, start=1))]
+        return places.documents_BL, gates_BLH, places.padding_B
 
     def _placed(self, x_BHLD: Tensor, norm: nn.Module, places: Places) -> Tensor:
         """Apply qk_norm and RoPE to queries or keys, separately to each of a head's queries or keys."""
@@ -229,8 +229,8 @@ class DecoderBlock(ResidualBlock):
             else:
                 v_BGLD = self.attention.value_residual(v_BGLD, places.first[0])
         k_BGSD, v_BGSD = (k_BGLD, v_BGLD) if past is None else past.extend(k_BGLD, v_BGLD)
-        beside = self.attention.beside(read_BLE, places, past)
-        out_BHLD = self.attention.core(q_BHLD, k_BGSD, v_BGSD, *beside)
+        arguments = self.attention.core_arguments(read_BLE, places, past)
+        out_BHLD = self.attention.core(q_BHLD, k_BGSD, v_BGSD, *arguments)
         alone_BHL = self.attention.alone(k_BGSD, q_BHLD.shape[2], places)
         return self.after_core(x_BLE, read_BLE, out_BHLD, v_BGLD, alone_BHL)
 

@@ -11,7 +11,6 @@ Parallel = Literal["ddp", "fsdp"]
 Recompute = Literal["none", "blocks"]
 Compile = Literal["auto", "on", "off", "loss"]
 
-Betas = Annotated[tuple[Fraction, Fraction], Field(description="AdamW's beta_1 and beta_2")]
 Clip = Annotated[float | None, Field(gt=0, description="maximum global gradient norm; null: no clipping")]
 
 
@@ -20,7 +19,7 @@ class AdamW(Part):
 
     name: Literal["adamw"] = "adamw"
     lr: float = Field(default=4e-4, gt=0, description="peak learning rate")
-    betas: Betas = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), description="AdamW's beta_1 and beta_2")
     eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon, added to the square root of the second moment")
     weight_decay: float = Field(default=0.1, ge=0, description="decoupled: w -= lr * weight_decay * w")
     clip: Clip = 1.0

@@ -223,12 +223,12 @@ class Trainer:
         if not math.isfinite(loss):
             raise self._diverged(f"training diverged at step {state.step}: the validation loss is {loss}.")
         measurement = self.evaluator.measure(other_eps=OTHER_EPS)
-        return {
+        row = {
             "step": state.step,
             "tokens": state.step * self.recipe.train.batch_size * self.recipe.model.context,
             "train_loss": state.loss_sum / state.loss_count if state.loss_count else None,
             "valid_loss": loss,
-            **({"valid_added_losses": {name: finite(term) for name, term in added.items()}} if added else {}),
+            **({"valid_added_losses": added} if added else {}),
             "sink_rate": measurement.sink_rate,
             "sink_rate_visible": measurement.sink_rate_visible,
             "sink_rate_bias": measurement.sink_rate_bias,
@@ -237,14 +237,15 @@ class Trainer:
             "sink_rate_visible_eps": first_position(measurement.sink_rates_visible),
             "sink_rate_bias_eps": measurement.sink_rates_bias,
             "importance_first_heads": measurement.importance[..., 0].tolist(),
-            "hidden_norm_ratio": finite(measurement.hidden_norm_ratio),
-            "norm_ratio_before_norm": finite(measurement.norm_ratio_before_norm),
-            "norm_ratio_sink_token": finite(measurement.norm_ratio_sink_token),
+            "hidden_norm_ratio": measurement.hidden_norm_ratio,
+            "norm_ratio_before_norm": measurement.norm_ratio_before_norm,
+            "norm_ratio_sink_token": measurement.norm_ratio_sink_token,
             "sink_rate_window_start": measurement.sink_rate_window_start,
             "lr": self.updater.rate,
             "grad_norm": state.grad_norm if state.step else None,
             **self._speed.read(state.step, self.updater.batches.waited),
         }
+        return finite(row)
 
     def _save(self) -> None:
         if self._checkpoint is not None and step_of(self._checkpoint) == self.state.step:

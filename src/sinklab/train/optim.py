@@ -41,8 +41,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def __init__(self, model: nn.Module, config: Muon) -> None:
         hidden = hidden_matrices(model)
-        names = {id(parameter) for parameter in hidden}
-        rest = [parameter for parameter in model.parameters() if id(parameter) not in names]
+        ids = {id(parameter) for parameter in hidden}
+        rest = [parameter for parameter in model.parameters() if id(parameter) not in ids]
         decay, momentum, scale = config.weight_decay, config.momentum, "match_rms_adamw"
         muon = torch.optim.Muon(hidden, lr=config.lr, weight_decay=decay, momentum=momentum, adjust_lr_fn=scale)
         self.parts = [muon, _adamw(rest, config)]

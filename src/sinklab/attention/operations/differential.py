@@ -78,7 +78,7 @@ class Difference(OperationPart):
         factors = self._factors(call, parts)
         rows = (part.rows(self.similarity(part)) for part in parts)
         for one, other in zip(*rows, strict=True):
-            first, second = (factor[..., one.block.start : one.block.stop] for factor in factors)
+            first, second = (factor[..., one.block.rows] for factor in factors)
             weights = one.weights_BHQS.mul_(first[..., None]).sub_(second[..., None] * other.weights_BHQS).abs_()
             total, share = weights.sum(-1), None
             if one.bias_BHQ is not None and other.bias_BHQ is not None:

@@ -104,7 +104,7 @@ def read_call(
     if cap is None and logit_BHT is None:
         library = LibraryKernel("sdpa", fused)
     else:
-        library = LibraryKernel("flex" if flex_serves(query, key, value) else "chunked", by_sinklab)
+        library = LibraryKernel("flex" if flex_serves(query, value) else "chunked", by_sinklab)
     return LayerCall(SOFTMAX, call, value, library=library)
 
 
