@@ -28,7 +28,7 @@ from sinklab.attention.core import AttentionCore
 from sinklab.attention.delta import gated_delta
 from sinklab.attention.operations.kernel import Kernel
 from sinklab.files import write_json
-from sinklab.model.block import DecoderBlock, LinearBlock, Places
+from sinklab.model.block import DecoderBlock, LayerInputs, LinearBlock
 from sinklab.model.config import ModelConfig
 from sinklab.model.init import initialise
 from sinklab.model.mixer import GatedDelta
@@ -140,11 +140,11 @@ def layer_forward_and_backward(
     x, gradient = (torch.randn(batch, tokens, heads * width, generator=generator).to(dtype) for _ in range(2))
     first = torch.randn(batch, heads, tokens, width, generator=generator).to(dtype).requires_grad_()
     mixes = config.value_residual.kind != "none"
-    places = Places(first=[first] if mixes else None)
+    inputs = LayerInputs(first=[first] if mixes else None)
     wanted = [x.requires_grad_(), *block.parameters(), *([first] if mixes else [])]
 
     def step() -> None:
-        torch.autograd.grad(block(x, places), wanted, gradient)
+        torch.autograd.grad(block(x, inputs), wanted, gradient)
 
     return step
 

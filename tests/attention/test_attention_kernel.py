@@ -18,7 +18,7 @@ from sinklab.attention import primitive
 from sinklab.attention.chunked import chunked_attend
 from sinklab.attention.flex import score_mod
 from sinklab.attention.primitive import eager_attend
-from sinklab.attention.scores import Score, apart
+from sinklab.attention.scores import Score, for_flex
 from sinklab.errors import InputError
 from sinklab.interventions import VARIANTS
 from sinklab.model.transformer import Transformer
@@ -47,7 +47,7 @@ def kernel_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> list[Score]:
     seen: list[Score] = []
 
     def watched(q: Tensor, k: Tensor, v: Tensor, score: Score | None, *rest: Any) -> tuple[Tensor, Tensor]:
-        seen.extend(part for part in [apart(score).score] if part is not None)
+        seen.extend(part for part in [for_flex(score).score] if part is not None)
         return chunked_attend(q, k, v, score, *rest)
 
     monkeypatch.setattr(primitive, "flex_attend", watched)
@@ -126,7 +126,7 @@ def as_the_kernel(
     q: Tensor, k: Tensor, v: Tensor, score: Score | None, mask: Any, scale: float
 ) -> tuple[Tensor, Tensor]:
     """`flex_attend` with explicit matrices in the place of the kernel."""
-    kernel = apart(score)
+    kernel = for_flex(score)
     out, lse = eager_attend(kernel.query(q), k, v, kernel.score, mask, scale)
     return out, kernel.normaliser(lse)
 

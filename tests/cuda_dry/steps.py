@@ -27,7 +27,7 @@ from sinklab.attention import importance, primitive  # noqa: E402
 from sinklab.attention import query_blocks as blocks  # noqa: E402
 from sinklab.attention.flex import score_mod  # noqa: E402
 from sinklab.attention.masks import Mask  # noqa: E402
-from sinklab.attention.scores import Score, apart  # noqa: E402
+from sinklab.attention.scores import Score, for_flex  # noqa: E402
 from sinklab.data.prepare import prepare, settings_of  # noqa: E402
 from sinklab.interventions import VARIANTS  # noqa: E402
 from sinklab.measuring import driver  # noqa: E402
@@ -60,7 +60,7 @@ def flex_attend(
 ) -> tuple[Tensor, Tensor]:
     """`flex.flex_attend`, its kernel as plain operations."""
     (_, H, T, _), S = q.shape, k.shape[2]
-    kernel = apart(score)
+    kernel = for_flex(score)
     k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
     logits = (kernel.query(q) @ k.mT).float() * scale
     places = blocks.indices(logits, blocks.Block(0, T, 0, S), 0)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sinklab.attention.operations.differential import Lambda
 from sinklab.measuring.api import measure
-from sinklab.model.block import Attention, Places
+from sinklab.model.block import Attention, LayerInputs
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 
@@ -49,13 +49,13 @@ def tokens() -> Tensor:
 def shifted(model: Transformer, by: int) -> Iterator[None]:
     """All rotary positions `by` higher, in float64."""
 
-    def places_of(_: nn.Module, args: tuple[Tensor, Places]) -> tuple[Tensor, Places]:
-        x_BLE, places = args
-        assert places.rotary is not None
-        pairs = places.rotary[0].shape[1]
+    def places_of(_: nn.Module, args: tuple[Tensor, LayerInputs]) -> tuple[Tensor, LayerInputs]:
+        x_BLE, inputs = args
+        assert inputs.rotary is not None
+        pairs = inputs.rotary[0].shape[1]
         position = torch.arange(x_BLE.shape[1], dtype=torch.float64) - model.leading + by
         angle = position[:, None] * 10000.0 ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
-        return x_BLE, replace(places, rotary=(angle.cos(), angle.sin()))
+        return x_BLE, replace(inputs, rotary=(angle.cos(), angle.sin()))
 
     handles = [block.register_forward_pre_hook(places_of) for block in model.blocks]
     try:
@@ -109,7 +109,7 @@ def test_each_query_and_key_is_normed_and_rotated_over_its_own_width(operation: 
     width = 4 if operation == "differential" else 8
     angle = torch.arange(LENGTH)[:, None] * 10000.0 ** -(torch.arange(width // 2, dtype=torch.float64) * 2 / width)
     with torch.no_grad():
-        q_BHLD, *_ = layer.inputs(x_BLE, Places((angle.cos(), angle.sin())))
+        q_BHLD, *_ = layer.inputs(x_BLE, LayerInputs((angle.cos(), angle.sin())))
         raw = (x_BLE @ layer.qkv.weight[:WIDTH].T).view(2, LENGTH, WIDTH // width, width)
         unit = raw / (raw.square().mean(-1, keepdim=True) + 1e-5).sqrt()
         pairs = torch.complex(unit[..., : width // 2], unit[..., width // 2 :])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sinklab.data.prepare import prepared
 from sinklab.measuring.api import measure
-from sinklab.model.block import Attention, Places
+from sinklab.model.block import Attention, LayerInputs
 from sinklab.model.gate import OutputGating, ValueGating, ValueScaling
 from sinklab.model.norm import DynamicTanh, RmsNorm
 from sinklab.model.position import rotary_tables, rotate
@@ -105,7 +105,7 @@ def test_v_scale_starts_at_the_mean_square_of_the_values(init: str, projection: 
     layer = attention(gate="v_scale", width=512, heads=2, kv_heads=None, init=init, projection=projection)
     gate, layer.value_gate = layer.value_gate, None
     assert isinstance(gate, ValueScaling)
-    v = layer.inputs(random(8, 32, 512), Places())[2]
+    v = layer.inputs(random(8, 32, 512), LayerInputs())[2]
     assert v.square().sum(-1).mean().item() == pytest.approx(gate.start, rel=0.05)
     assert not gate.theta.any()
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from closeness import assert_close
 from torch import Tensor, nn
 
-from sinklab.model.block import Attention, Places
+from sinklab.model.block import Attention, LayerInputs
 from sinklab.model.norm import LowRankGate, NormConfig, build_norm
 from sinklab.model.transformer import Transformer
 from sinklab.model.values import without_own_value
@@ -61,7 +61,7 @@ def test_per_head_weights_start_as_shared_ones_and_are_then_independent() -> Non
     )
     assert isinstance(shared, Attention)
     assert isinstance(own, Attention)
-    for mine, other in zip(own.inputs(x, Places()), shared.inputs(x, Places()), strict=True):
+    for mine, other in zip(own.inputs(x, LayerInputs()), shared.inputs(x, LayerInputs()), strict=True):
         assert_close(mine, other)
     out = random(2, 4, 5, 8)
     assert_close(own.head_norm(out), shared.head_norm(out))
@@ -77,10 +77,10 @@ def test_halves_of_a_head_have_weights_of_their_own() -> None:
     attention = transformer(norm={"qk_norm": "per_head"}, attention={"operation": "differential"}).blocks[1].attention
     assert isinstance(attention, Attention)
     x = random(2, 5, 32, seed=2)
-    before = attention.inputs(x, Places())[0]
+    before = attention.inputs(x, LayerInputs())[0]
     with torch.no_grad():
         attention.get_parameter("q_norm.weight")[12:16] *= 3  # the second half of the second head
-    after = attention.inputs(x, Places())[0]
+    after = attention.inputs(x, LayerInputs())[0]
     factor = torch.ones(4, 1, 8, dtype=torch.float64)
     factor[1, :, 4:] = 3
     assert_close(after, factor * before)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
-from sinklab.model.block import Attention, Places
+from sinklab.model.block import Attention, LayerInputs
 from sinklab.model.llama import llama_sizes, llama_weights
 from sinklab.model.norm import NormConfig, build_norm
 from sinklab.model.transformer import Transformer
@@ -55,8 +55,8 @@ def read() -> Tensor:
 
 
 def attended(attention: Attention, x: Tensor) -> Tensor:
-    q, k, v = attention.inputs(x, Places())
-    return attention.output(attention.core(q, k, v, *attention.beside(x, Places(), None)), x, v)
+    q, k, v = attention.inputs(x, LayerInputs())
+    return attention.output(attention.core(q, k, v, *attention.core_arguments(x, LayerInputs(), None)), x, v)
 
 
 def heads(attention: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

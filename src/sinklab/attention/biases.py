@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.schema import LARGEST, Example, Kind, NeutralExample, Part
 
-ASIDE = -12.0
+NEGLIGIBLE_LOGIT = -12.0
 """Default `start` of a bias that is added to a trained model; the weight sigmoid(-12 - lse) is 6e-6 for lse = 0."""
 
 

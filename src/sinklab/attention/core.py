@@ -18,7 +18,7 @@ from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.operations import Operation
 from sinklab.attention.operations.call import Call
 from sinklab.attention.primitive import Backend
-from sinklab.attention.scores import Score, fading, softcap
+from sinklab.attention.scores import Score, forget_gates, softcap
 
 
 class AttentionCore(nn.Module):
@@ -117,7 +117,7 @@ class AttentionCore(nn.Module):
             backend=self.backend,
             cap=None if self.softcap is None else softcap(self.softcap),
             position=None if self.position is None else self.position(),
-            fading=fading(gates_BLH, mask.causal) if gates_BLH is not None and operation.forgets else None,
+            forget_gates=forget_gates(gates_BLH, mask.causal) if gates_BLH is not None and operation.forgets else None,
             key_HD=self.bias.key_per_head(),
             offset_H=self.bias.offset,
             logit_BHT=None if logit_H is None else logit_H[None, :, None],

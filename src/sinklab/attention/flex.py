@@ -1,8 +1,8 @@
 """The `flex` backend: PyTorch's FlexAttention, a fused kernel for CUDA.
 
 Score functions and masks are those of the other backends, compiled into the kernel. Terms and factors common to all
-scores of a row can be applied outside the kernel (`scores.Apart`). On a CPU there is only an uncompiled forward pass,
-which is sufficient for tests but not for training.
+scores of a row can be applied outside the kernel (`scores.FlexScore`). On a CPU there is only an uncompiled forward
+pass, which is sufficient for tests but not for training.
 
 B batch, H query heads, G KV heads, T queries, S keys, D key dimension, V value dimension.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from sinklab.attention.masks import Mask
-from sinklab.attention.scores import Score, apart
+from sinklab.attention.scores import Score, for_flex
 from sinklab.compiling import compiled
 
 NARROWEST = 16  # smallest head dimension supported by the kernel
@@ -44,7 +44,7 @@ def flex_attend(
     if not q_BHTD.is_cuda and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise ValueError("the flex backend trains on CUDA only: use backend auto, chunked or eager on a CPU")
     run = _compiled_flex() if q_BHTD.is_cuda else flex.flex_attention
-    kernel = apart(score)
+    kernel = for_flex(score)
     out, aux = run(
         kernel.query(q_BHTD),
         k_BGSD,

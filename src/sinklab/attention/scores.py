@@ -9,7 +9,7 @@ the row sum of sim. Its `Score` also contains the function sim(z). The chunked b
 range, because a logarithm is slow on a CPU, especially at zero.
 
 FlexAttention adds up the gradient of a captured tensor atomically, once per score, and supports only one use of each
-tensor. A `Score` may therefore have a second form for FlexAttention (`Apart`), without the terms common to a row.
+tensor. A `Score` may therefore have a second form for FlexAttention (`FlexScore`), without the terms common to a row.
 
 B batch, H query heads, T queries, S positions, D key dimension.
 """
@@ -32,7 +32,7 @@ class Score:
         similarity: function that computes exp(logit) directly; None if exp(function(z)) is used.
         vanishes: True if exp(logit) can be exactly zero without underflow.
         deep: True if most logits of a row may be so far below the maximum that their attention weights underflow.
-        apart: form of the score function for FlexAttention; None if FlexAttention uses `function` itself.
+        for_flex: form of the score function for FlexAttention; None if FlexAttention uses `function` itself.
     """
 
     function: Callable[..., Tensor]
@@ -40,7 +40,7 @@ class Score:
     similarity: Callable[..., Tensor] | None = None
     vanishes: bool = False
     deep: bool = False
-    apart: "Apart | None" = None
+    for_flex: "FlexScore | None" = None
 
     def __call__(self, z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return self.function(z, b, h, q, k, *self.tensors)
@@ -64,12 +64,12 @@ class Score:
             similarity,
             after.vanishes,
             self.deep or after.deep,
-            _both_apart(self, after),
+            _both_for_flex(self, after),
         )
 
 
 @dataclass(frozen=True)
-class Apart:
+class FlexScore:
     """A score function, split into the terms common to a row and the rest: logit = score(factor z) + term.
 
     Attributes:
@@ -91,21 +91,21 @@ class Apart:
         return lse_BHT if self.term_BHS is None else lse_BHT + self.term_BHS[..., -lse_BHT.shape[-1] :]
 
 
-def apart(score: Score | None) -> Apart:
-    """Return the form of a score function that FlexAttention uses (`Apart`)."""
-    return Apart(score) if score is None or score.apart is None else score.apart
+def for_flex(score: Score | None) -> FlexScore:
+    """Return the form of a score function that FlexAttention uses (`FlexScore`)."""
+    return FlexScore(score) if score is None or score.for_flex is None else score.for_flex
 
 
-def _both_apart(first: Score, after: Score) -> Apart | None:
-    """Compose the `Apart` forms of two scores; None if neither can be used.
+def _both_for_flex(first: Score, after: Score) -> FlexScore | None:
+    """Compose the `FlexScore` forms of two scores; None if neither can be used.
 
     A form of `first` with a term cannot be used, nor a form of `after` with a factor.
     """
-    before = apart(first) if apart(first).term_BHS is None else Apart(first)
-    behind = apart(after) if apart(after).factor_BHT is None else Apart(after)
+    before = for_flex(first) if for_flex(first).term_BHS is None else FlexScore(first)
+    behind = for_flex(after) if for_flex(after).factor_BHT is None else FlexScore(after)
     if before.score is first and behind.score is after:
         return None
-    return Apart(compose(before.score, behind.score), before.factor_BHT, behind.term_BHS)
+    return FlexScore(compose(before.score, behind.score), before.factor_BHT, behind.term_BHS)
 
 
 def broadcast_index(index: Tensor, length: int) -> Tensor:
@@ -141,7 +141,7 @@ def softcap(limit: float) -> Score:
     return Score(lambda z, b, h, q, k: limit * torch.tanh(z / limit))
 
 
-def fading(log_kept_BSH: Tensor, causal: bool) -> Score:
+def forget_gates(log_kept_BSH: Tensor, causal: bool) -> Score:
     """Return the score function of forget gates f: z + sum over s < l <= t of log f_l (2503.02130).
 
     Args:
@@ -162,10 +162,10 @@ def fading(log_kept_BSH: Tensor, causal: bool) -> Score:
     # The cumulative sum at the query is constant along a row. FlexAttention adds it detached, so that logits are small.
     # Its gradient flows through `term_BHS`, whose value is 0.
     own_BSH = log_kept_BSH.detach()
-    kernel = Apart(
+    kernel = FlexScore(
         Score(at_key, (log_kept_BSH, own_BSH.clone()), deep=True), term_BHS=(log_kept_BSH - own_BSH).transpose(1, 2)
     )
-    return Score(between if causal else earlier, (log_kept_BSH,), deep=True, apart=kernel)
+    return Score(between if causal else earlier, (log_kept_BSH,), deep=True, for_flex=kernel)
 
 
 def plus_of_head(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, term_H: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from sinklab.model.values import NoValueResidual, ValueMixing, may_be_rounding, 
 
 
 @dataclass(frozen=True)
-class Places:
+class LayerInputs:
     """Inputs of a layer besides its hidden states and cache.
 
     Attributes:
@@ -54,7 +54,8 @@ class Attention(nn.Module):
         layer: layer number, 1-based.
 
     Attributes:
-        edited_mask: mask of the current call after all edits (models/intercept.py), if `alone` needs it; else None.
+        edited_mask: mask of the current call after all edits (models/intercept.py), if `sees_one_key` needs it; None
+            otherwise.
     """
 
     def __init__(self, config: ModelConfig, term: DistanceTerm | None, layer: int) -> None:
@@ -63,7 +64,7 @@ class Attention(nn.Module):
         self.key_width, operation = config.key_width, config.attention.operation
         self.queries = self.heads * operation.queries_per_head
         self.summed, self.exclusive = config.head_outputs == "sum", config.exclusive
-        self.marks_alone = config.exclusive and may_be_rounding(config.attention)
+        self.needs_one_key_mask = config.exclusive and may_be_rounding(config.attention)
         self.edited_mask: Mask | None = None
         projection, value_width = config.projection, config.value_width
         self.qkv = self.latent = None
@@ -97,23 +98,23 @@ class Attention(nn.Module):
         )
         self.out = nn.Linear((1 if self.summed else self.heads) * value_width, config.width, bias=False)
 
-    def inputs(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
+    def inputs(self, x_BLE: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries (B, H, L, D), keys and values (B, G, L, D) of new positions for the attention core.
 
         If a head has two queries, they are concatenated: (B, H, L, 2 D).
         """
         if self.latent is not None:
-            q_BHLD, k_BGLD, v_BGLD = self.latent(x_BLE, places.rotary)
+            q_BHLD, k_BGLD, v_BGLD = self.latent(x_BLE, inputs.rotary)
         else:
             assert self.qkv is not None
             heads = self.qkv(x_BLE).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             q_BHLD, k_BGLD, v_BGLD = heads.split((self.queries, self.key_heads, self.key_heads), dim=1)
             if self.queries > self.heads:  # concatenate the queries of a head
                 q_BHLD = q_BHLD.unflatten(1, (self.heads, -1)).transpose(2, 3).flatten(3)
-            q_BHLD, k_BGLD = self._placed(q_BHLD, self.q_norm, places), self._placed(k_BGLD, self.k_norm, places)
+            q_BHLD, k_BGLD = self._placed(q_BHLD, self.q_norm, inputs), self._placed(k_BGLD, self.k_norm, inputs)
         return q_BHLD, k_BGLD, v_BGLD if self.value_gate is None else self.value_gate(v_BGLD)
 
-    def core_arguments(self, x_BLE: Tensor, places: Places, past: LayerPast | None) -> tuple[Tensor | None, ...]:
+    def core_arguments(self, x_BLE: Tensor, inputs: LayerInputs, past: LayerPast | None) -> tuple[Tensor | None, ...]:
         """Return the attention core's arguments after q, k and v: document IDs, gates and padding.
 
         The gates are the cumulative log forget gates of all positions, or, for differential attention V2, the logits of
@@ -123,27 +124,27 @@ class Attention(nn.Module):
         gates_BLH = None if gate is None else gate(x_BLE)
         if gates_BLH is not None and self.forget_gate is not None and past is not None:
             gates_BLH = past.extend_kept(gates_BLH)
-        return places.documents_BL, gates_BLH, places.padding_B
+        return inputs.documents_BL, gates_BLH, inputs.padding_B
 
-    def _placed(self, x_BHLD: Tensor, norm: nn.Module, places: Places) -> Tensor:
+    def _placed(self, x_BHLD: Tensor, norm: nn.Module, inputs: LayerInputs) -> Tensor:
         """Apply qk_norm and RoPE to queries or keys, separately to each of a head's queries or keys."""
         x_BHLPK = norm(x_BHLD.unflatten(-1, (-1, self.key_width)))
-        if places.rotary is not None:
-            cos_LC, sin_LC = places.rotary
+        if inputs.rotary is not None:
+            cos_LC, sin_LC = inputs.rotary
             x_BHLPK = rotate_first(x_BHLPK, cos_LC[..., None, :], sin_LC[..., None, :])
         return x_BHLPK.flatten(-2)
 
-    def alone(self, k_BGSD: Tensor, queries: int, places: Places) -> Tensor | None:
+    def sees_one_key(self, k_BGSD: Tensor, queries: int, inputs: LayerInputs) -> Tensor | None:
         """Return a bool mask, (B or 1, H or 1, L), of queries that see only one key; None if `output` needs no mask."""
-        if not self.marks_alone:
+        if not self.needs_one_key_mask:
             return None
-        mask = self.edited_mask or self.core.mask_of_batch(places.documents_BL, places.padding_B)
+        mask = self.edited_mask or self.core.mask_of_batch(inputs.documents_BL, inputs.padding_B)
         return visible_keys(mask, queries, k_BGSD.device, k_BGSD.shape[2]) == 1
 
-    def output(self, out_BHLD: Tensor, x_BLE: Tensor, v_BGLD: Tensor, alone_BHL: Tensor | None = None) -> Tensor:
+    def output(self, out_BHLD: Tensor, x_BLE: Tensor, v_BGLD: Tensor, one_key_BHL: Tensor | None = None) -> Tensor:
         """Compute the update of the residual stream (B, L, E) from the core's output, attention input and values."""
         if self.exclusive:
-            out_BHLD = without_own_value(out_BHLD, v_BGLD, alone_BHL)
+            out_BHLD = without_own_value(out_BHLD, v_BGLD, one_key_BHL)
         out_BHLD = self.head_norm(out_BHLD)
         if self.output_gate is not None:
             out_BHLD = self.output_gate(out_BHLD, x_BLE)
@@ -221,29 +222,29 @@ class DecoderBlock(ResidualBlock):
     def __init__(self, config: ModelConfig, term: DistanceTerm | None, layer: int) -> None:
         super().__init__(config, Attention(config, term, layer))
 
-    def forward(self, x_BLE: Tensor, places: Places, past: LayerPast | None = None) -> Tensor:
-        read_BLE, q_BHLD, k_BGLD, v_BGLD = self.before_core(x_BLE, places)
-        if places.first is not None:
+    def forward(self, x_BLE: Tensor, inputs: LayerInputs, past: LayerPast | None = None) -> Tensor:
+        read_BLE, q_BHLD, k_BGLD, v_BGLD = self.before_core(x_BLE, inputs)
+        if inputs.first is not None:
             if self.attention.value_residual is None:
-                places.first.append(v_BGLD)
+                inputs.first.append(v_BGLD)
             else:
-                v_BGLD = self.attention.value_residual(v_BGLD, places.first[0])
+                v_BGLD = self.attention.value_residual(v_BGLD, inputs.first[0])
         k_BGSD, v_BGSD = (k_BGLD, v_BGLD) if past is None else past.extend(k_BGLD, v_BGLD)
-        arguments = self.attention.core_arguments(read_BLE, places, past)
+        arguments = self.attention.core_arguments(read_BLE, inputs, past)
         out_BHLD = self.attention.core(q_BHLD, k_BGSD, v_BGSD, *arguments)
-        alone_BHL = self.attention.alone(k_BGSD, q_BHLD.shape[2], places)
-        return self.after_core(x_BLE, read_BLE, out_BHLD, v_BGLD, alone_BHL)
+        one_key_BHL = self.attention.sees_one_key(k_BGSD, q_BHLD.shape[2], inputs)
+        return self.after_core(x_BLE, read_BLE, out_BHLD, v_BGLD, one_key_BHL)
 
-    def before_core(self, x_BLE: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def before_core(self, x_BLE: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compute the attention input (`read`), queries, keys and values (`Attention.inputs`)."""
         read_BLE = self.read(x_BLE)
-        return read_BLE, *self.attention.inputs(read_BLE, places)
+        return read_BLE, *self.attention.inputs(read_BLE, inputs)
 
     def after_core(
-        self, x_BLE: Tensor, read_BLE: Tensor, out_BHLD: Tensor, v_BGLD: Tensor, alone_BHL: Tensor | None = None
+        self, x_BLE: Tensor, read_BLE: Tensor, out_BHLD: Tensor, v_BGLD: Tensor, one_key_BHL: Tensor | None = None
     ) -> Tensor:
         """Compute the residual stream after the layer from the attention core's output."""
-        return self.joined(x_BLE, self.attention.output(out_BHLD, read_BLE, v_BGLD, alone_BHL))
+        return self.joined(x_BLE, self.attention.output(out_BHLD, read_BLE, v_BGLD, one_key_BHL))
 
 
 class LinearBlock(ResidualBlock):
@@ -255,10 +256,10 @@ class LinearBlock(ResidualBlock):
     def __init__(self, config: ModelConfig, mixer: DeltaMixer) -> None:
         super().__init__(config, LinearAttention(mixer, config.width, config.heads, config.norm.eps))
 
-    def forward(self, x_BLE: Tensor, places: Places, past: StatePast | None = None) -> Tensor:
+    def forward(self, x_BLE: Tensor, inputs: LayerInputs, past: StatePast | None = None) -> Tensor:
         past = StatePast() if past is None else past
-        read_BLE, inputs, recent_BCW = self.before_rule(x_BLE, past.recent_BCW, places.padded_BL)
-        out_BHLV, state_BHDV = self.attention.rule(inputs, past.state_BHDV)
+        read_BLE, rule_inputs, recent_BCW = self.before_rule(x_BLE, past.recent_BCW, inputs.padded_BL)
+        out_BHLV, state_BHDV = self.attention.rule(rule_inputs, past.state_BHDV)
         past.recent_BCW, past.state_BHDV = recent_BCW, state_BHDV
         return self.after_rule(x_BLE, read_BLE, out_BHLV)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import InputError
-from sinklab.model.block import DecoderBlock, LinearBlock, Places
+from sinklab.model.block import DecoderBlock, LayerInputs, LinearBlock
 from sinklab.model.config import ModelConfig
 from sinklab.model.init import initialise
 from sinklab.model.loss import AddedLosses, next_token_loss
@@ -118,13 +118,13 @@ class Transformer(nn.Module):
         if padding_B is not None and not first:
             padded_BL = torch.arange(x_BLE.shape[1], device=x_BLE.device) < padding_B[:, None]
         mixes = self.config.value_residual.kind != "none"
-        places = Places(None, documents_BL, [] if mixes else None, padding_B, padded_BL)
-        placed = {
-            kind.position: replace(places, rotary=self._rotary(kind, x_BLE, first - self.leading, padding_B))
+        inputs = LayerInputs(None, documents_BL, [] if mixes else None, padding_B, padded_BL)
+        with_rotary = {
+            kind.position: replace(inputs, rotary=self._rotary(kind, x_BLE, first - self.leading, padding_B))
             for kind in self.config.layer_kinds
         }
         for index, block in enumerate(self.blocks):
-            here = placed.get(self.layer_configs[index].position, places)
+            here = with_rotary.get(self.layer_configs[index].position, inputs)
             x_BLE = block(x_BLE, here) if past is None else block(x_BLE, here, past.layers[index])
         return self.head_map(self.final_norm(x_BLE[:, leading:]))
 
@@ -196,7 +196,7 @@ class Transformer(nn.Module):
         return x_BTE + table[(at_T - padding_B[:, None]).clamp(min=0)]
 
     def _documents(self, tokens_BT: Tensor, padding_B: Tensor | None) -> Tensor | None:
-        """Return the document IDs (see `Places`); None without a document mask. An EOS ends its document."""
+        """Return the document IDs (see `LayerInputs`); None without a document mask. An EOS ends its document."""
         masks = (kind.attention.mask for kind in self.config.layer_kinds)
         mask = next((mask for mask in masks if mask.kind == "document"), None)
         if mask is None:

@@ -195,10 +195,10 @@ class NativeAdapter:
 
         def entering(_: nn.Module, args: tuple[Any, ...]) -> None:
             nonlocal padding_B
-            _, places, *past = args
+            _, inputs, *past = args
             if any(cached is not None for layer in past for cached in vars(layer).values()):
                 raise SinklabError(NO_CACHE)
-            padding_B = places.padding_B
+            padding_B = inputs.padding_B
 
         def columns(like: Tensor) -> Tensor:
             first_B = like.new_full((len(like),), self.leading, dtype=torch.long)
@@ -291,7 +291,7 @@ class NativeAdapter:
 
         def through(attention: Attention, index: int, shift: ShiftRope | None, layer: LayerCall) -> Tensor:
             layer = edit(replace(layer, index=index, shift_rope=shift))
-            attention.edited_mask = layer.call.mask if attention.marks_alone else None
+            attention.edited_mask = layer.call.mask if attention.needs_one_key_mask else None
             return compute(layer)
 
         attending = [(index, block.attention) for index, block in self._attending()]

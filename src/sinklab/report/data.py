@@ -19,7 +19,7 @@ from sinklab.report.sweeps import Sweep, value_text
 from sinklab.schema import leaves
 from sinklab.survey.suites import FamilyMember, MeasuredCheckpoint, SuiteDocument
 from sinklab.train.directory.history import Evaluation
-from sinklab.train.recipe import KINDS, MANNER, load_recipe
+from sinklab.train.recipe import KINDS, UNHASHED_TRAIN_KEYS, load_recipe
 
 if TYPE_CHECKING:
     import numpy as np
@@ -247,7 +247,7 @@ def model_label(model: str) -> str:
 def assign_cells(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun]:
     """Assign runs whose recipes differ only in the seed to the same cell, and return copies of all runs.
 
-    The recipes may also differ in the name and in the settings `MANNER`, which change the result by rounding at most.
+    The recipes may also differ in the name and in `UNHASHED_TRAIN_KEYS`, which change the result by rounding at most.
     If two runs of a group have the same seed, they are not replicates, and all runs of the group keep their cells.
 
     A cell is named after its changes to the shipped recipe of the same name (`model.attention.bias=k`), or after that
@@ -281,8 +281,8 @@ def assign_cells(runs: list[ReportedRun], named: Collection[str]) -> list[Report
 
 
 def _effective(recipe: Mapping[str, object]) -> dict[str, object]:
-    """Return a recipe's settings by dotted key, without name, seed and the settings `MANNER`."""
-    aside = {"seed", "name", *(f"train.{key}" for key in MANNER)}
+    """Return a recipe's settings by dotted key, without name, seed and the settings `UNHASHED_TRAIN_KEYS`."""
+    aside = {"seed", "name", *(f"train.{key}" for key in UNHASHED_TRAIN_KEYS)}
     return {key: value for key, value in leaves(recipe).items() if ".".join(key.split(".")[:2]) not in aside}
 
 
@@ -306,8 +306,8 @@ def recipe_changes(recipe: Mapping[str, object]) -> list[str] | None:
 
     Changes of a part's kind (`model.attention.operation=sigmoid`) are listed first. The settings of the new kind are
     compared with its defaults; if the kind has required settings, all of its settings are listed. Name, seed, the
-    settings `MANNER`, and values resolved by the run, such as the vocabulary size, are omitted. None if no recipe of
-    that name is shipped.
+    settings `UNHASHED_TRAIN_KEYS`, and values resolved by the run, such as the vocabulary size, are omitted. None if no
+    recipe of that name is shipped.
     """
     ours = _effective(recipe)
     shipped = str(resources.files("sinklab") / "recipes" / f"{recipe.get('name')}.yaml")

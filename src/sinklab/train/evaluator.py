@@ -28,8 +28,8 @@ class Evaluator:
     Args:
         run: run with the validation text and the settings of the sink metric.
         updater: updater whose model is evaluated, on its device and in its precision.
-        look: callback before each batch of the loss and before the metric; with one process also after each block and
-            batch of the metric. An exception from `look` ends the evaluation.
+        check_stop: callback before each batch of the loss and before the metric; with one process also after each block
+            and batch of the metric. An exception from `check_stop` ends the evaluation.
 
     Raises:
         InputError: if the validation text is too short for a chunk or the metric, or a data intervention is outside the
@@ -37,8 +37,8 @@ class Evaluator:
         SinklabError: if the text cannot be read or has changed since it was opened.
     """
 
-    def __init__(self, run: Run, updater: Updater, look: Callable[[], None] = lambda: None) -> None:
-        self.recipe, self.updater, self.look = run.recipe, updater, look
+    def __init__(self, run: Run, updater: Updater, check_stop: Callable[[], None] = lambda: None) -> None:
+        self.recipe, self.updater, self.check_stop = run.recipe, updater, check_stop
         self.batches = updater.world.on_all_ranks(lambda: _batches(run))
 
     def losses(self) -> tuple[float, dict[str, float]]:
@@ -47,7 +47,7 @@ class Evaluator:
         losses = []
         with evaluating(model):
             for batch in self.batches:
-                self.look()
+                self.check_stop()
                 with self.updater.autocast():
                     losses.append(model.losses(batch.to(device, non_blocking=True), added).double() * len(batch))
         loss, *others = (torch.stack(losses).sum(0) / sum(map(len, self.batches))).tolist()
@@ -72,15 +72,15 @@ class Evaluator:
             model_name=self.recipe.name,
             bos=self.recipe.data.bos,
         )
-        self.look()
-        # `Trainer._look` is a collective, and a process that halves its batch would call it more often than the others.
+        self.check_stop()
+        # `Trainer._raise_if_stopped` is a collective: a process that halves its batch would call it more often.
         alone = self.updater.world.size == 1
         with self.updater.autocast(), gathered(self.updater.model):
             return measure(
                 NativeAdapter(self.updater.model),
                 tokens_NT,
                 options,
-                progress=(lambda done, total: self.look()) if alone else None,
+                progress=(lambda done, total: self.check_stop()) if alone else None,
             )
 
 

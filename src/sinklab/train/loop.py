@@ -25,7 +25,7 @@ from sinklab.train.directory.checkpoint import (
     step_of,
 )
 from sinklab.train.directory.history import finite, read_metrics, rewrite_metrics
-from sinklab.train.directory.lock import holder, leave, lock_run, sees
+from sinklab.train.directory.lock import holder, lock_run, remove_if_empty, wait_for_holder
 from sinklab.train.directory.run import Run, establish
 from sinklab.train.evaluator import OTHER_EPS, Evaluator, first_position
 from sinklab.train.flops import Speedometer
@@ -76,7 +76,7 @@ class Trainer:
     ) -> None:
         self.at_end = at_end
         self.run, self.recipe, self.watch, self.should_stop, self.world = run, run.recipe, watch, should_stop, world
-        what = (run.hash, run.recipe.train)  # the hash excludes some keys of train (`MANNER`)
+        what = (run.hash, run.recipe.train)  # the hash excludes some keys of train (`UNHASHED_TRAIN_KEYS`)
         self._must_all(
             what == world.from_first(lambda: what),
             "have different recipes, texts or kinds of device: start all of them with the same",
@@ -84,23 +84,23 @@ class Trainer:
         with ExitStack() as holding:
             world.only_first(lambda: self._hold(holding))
             first = world.from_first(lambda: holder(run.directory))
-            self._must_all(sees(run.directory, first), "see different directories: use a shared --out")
-            self.updater = Updater(run, world, self._look)
-            self.evaluator = Evaluator(run, self.updater, self._look)
+            self._must_all(wait_for_holder(run.directory, first), "see different directories: use a shared --out")
+            self.updater = Updater(run, world, self._raise_if_stopped)
+            self.evaluator = Evaluator(run, self.updater, self._raise_if_stopped)
             if run.shorter is not None:
                 world.only_first(self._check_shorter)
             world.only_first(lambda: establish(run, self.updater.compiles_loss))
             self.model, self.optimizer = self.updater.model, self.updater.optimizer
             compile_blocks(self.model, self.recipe.train.compile, self.updater.device)
-            self._checkpoint = self._continue()
+            self._checkpoint = self._resume()
             self._held = holding.pop_all()
         self._speed = Speedometer(self.recipe, self.updater.device, world.size)
 
     def _hold(self, holding: ExitStack) -> None:
-        """Lock the run directory until `holding` is closed, which first calls `leave`."""
+        """Lock the run directory until `holding` is closed, which first calls `remove_if_empty`."""
         is_new = not self.run.directory.exists()
         holding.enter_context(lock_run(self.run.directory))
-        holding.callback(leave, self.run.directory, is_new)
+        holding.callback(remove_if_empty, self.run.directory, is_new)
 
     def _check_shorter(self) -> None:
         """Raise an error if the metrics or the checkpoints of the shorter run are damaged, before it is converted."""
@@ -157,10 +157,10 @@ class Trainer:
         options, state = self.recipe.train, self.state
         self._speed.begin(state.step, self.updater.batches.waited)
         if state.step == self._unevaluated:
-            self._look()
+            self._raise_if_stopped()
             self._evaluate()
         while state.step < options.steps:
-            self._look()
+            self._raise_if_stopped()
             self._update()
             last = state.step == options.steps
             self.watch(state.step, None)
@@ -172,20 +172,20 @@ class Trainer:
         self.world.only_first(lambda: measurement.save(self.run.directory))
         return RunOutcome("done", state.step)
 
-    def _look(self) -> None:
+    def _raise_if_stopped(self) -> None:
         """Raise StoppedError on all processes if a stop was requested on any."""
         if self.world.any(self.should_stop()):
             raise self.world.shared_error(StoppedError("a stop of the training was requested"))
 
     def _update(self) -> float:
         """Do one optimiser step; return the newest available training loss, nats per token."""
-        with self._explaining():
+        with self._with_advice():
             return self.updater.update()
 
     @contextmanager
-    def _settled(self) -> Iterator[None]:
+    def _updates_done(self) -> Iterator[None]:
         """Complete pending updates, check the weights, and exclude the `with` block from the throughput."""
-        with self._explaining():
+        with self._with_advice():
             self.updater.settle()
         if self.world.any(not self.updater.has_finite_weights()):
             raise self._diverged(
@@ -195,7 +195,7 @@ class Trainer:
             yield
 
     @contextmanager
-    def _explaining(self) -> Iterator[None]:
+    def _with_advice(self) -> Iterator[None]:
         """Convert a NotFiniteError to a DivergedError with advice."""
         try:
             yield
@@ -209,7 +209,7 @@ class Trainer:
         return self.world.shared_error(DivergedError(message))
 
     def _evaluate(self) -> None:
-        with self._settled():
+        with self._updates_done():
             row = self._row()
             self.world.only_first(lambda: append_line(self.run.metrics, json.dumps(row)))
             if self.state.step % self.recipe.train.eval_every == 0:  # a run that extends this one evaluates only there
@@ -250,7 +250,7 @@ class Trainer:
     def _save(self) -> None:
         if self._checkpoint is not None and step_of(self._checkpoint) == self.state.step:
             return  # a valid checkpoint is not overwritten
-        with self._settled():
+        with self._updates_done():
             # never save weights trained on changed text
             self.world.on_all_ranks(self.run.dataset.train.check_unchanged)
             self._checkpoint = save_checkpoint(
@@ -264,7 +264,7 @@ class Trainer:
                 previous=self._checkpoint,
             )
 
-    def _continue(self) -> Path | None:
+    def _resume(self) -> Path | None:
         """Resume from the newest valid checkpoint and return its folder; None if the run has no checkpoint."""
         run, world = self.run, self.world
         world.only_first(lambda: remove_leftovers(run.checkpoints))

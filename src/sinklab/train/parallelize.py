@@ -47,12 +47,12 @@ def recompute_blocks(model: Transformer, choice: Recompute) -> None:
             block.forward = functools.partial(_recomputed, block.forward)  # type: ignore[method-assign]
 
 
-def _recomputed(forward: Callable[..., Any], x_BLE: Tensor, places: Any, past: Any = None) -> Any:
+def _recomputed(forward: Callable[..., Any], x_BLE: Tensor, inputs: Any, past: Any = None) -> Any:
     if past is not None:  # a second pass would extend the KV cache again
-        return forward(x_BLE, places, past)
+        return forward(x_BLE, inputs, past)
     if not torch.is_grad_enabled():
-        return forward(x_BLE, places)
-    return checkpoint(forward, x_BLE, places, use_reentrant=False, preserve_rng_state=False)
+        return forward(x_BLE, inputs)
+    return checkpoint(forward, x_BLE, inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def compile_blocks(model: Transformer, choice: Compile, device: torch.device) -> None:

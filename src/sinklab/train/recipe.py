@@ -34,10 +34,10 @@ MUST_BE_SET = "???"
 DATA_ORIGIN = {"source", "tokenizer", "valid_fraction", "text_limit_bytes", *Selection.model_fields}
 """Keys of `data` that the run hash excludes, because the fingerprint of the prepared data covers them."""
 
-MANNER = {"save_every", "keep", "device", "parallel", "compile", "recompute", "peak_flops"}
+UNHASHED_TRAIN_KEYS = {"save_every", "keep", "device", "parallel", "compile", "recompute", "peak_flops"}
 """Keys of `train` that the run hash excludes: they affect results at most by rounding, and may change on resuming."""
 
-LATER: dict[str, object] = {
+NEUTRAL_VALUES: dict[str, object] = {
     "model.embedding": "plain",
     "model.init": {"kind": "declared"},
     "model.init_sha256": None,
@@ -103,11 +103,12 @@ class Recipe(Part):
     def content_hash(self, data_fingerprint: str) -> str:
         """Return the hash of recipe and data (`TokenDataset.fingerprint`) that identifies the run, 16 hex digits.
 
-        The hash excludes `name`, the keys in `MANNER` and `DATA_ORIGIN` (the fingerprint identifies the data), keys
-        with their neutral value in `LATER`, and `model.init_from` (`model.init_sha256` identifies the weights).
+        The hash excludes `name`, the keys in `UNHASHED_TRAIN_KEYS` and `DATA_ORIGIN` (the fingerprint identifies the
+        data), keys with their neutral value in `NEUTRAL_VALUES`, and `model.init_from` (`model.init_sha256` identifies
+        the weights).
         """
-        recipe = self.model_dump(mode="json", exclude={"name": True, "data": DATA_ORIGIN, "train": MANNER})
-        for key, neutral in LATER.items():
+        recipe = self.model_dump(mode="json", exclude={"name": True, "data": DATA_ORIGIN, "train": UNHASHED_TRAIN_KEYS})
+        for key, neutral in NEUTRAL_VALUES.items():
             *above, last = key.split(".")
             part = reduce(lambda part, name: part[name], above, recipe)
             if part.get(last, neutral) == neutral:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinklab.attention.biases import ASIDE
+from sinklab.attention.biases import NEGLIGIBLE_LOGIT
 from sinklab.data.tokenizers import Tokenizer, load_tokenizer
 from sinklab.errors import InputError
 from sinklab.files import cache_folder
@@ -40,14 +40,14 @@ from sinklab.schema import leaves
 from sinklab.train.directory.run import RECIPE, load_run
 from sinklab.train.recipe import Recipe, build_recipe
 
-OPEN = ("layers", "width", "heads", "kv_heads", "ffn_width", "vocab_size", "context")
-OPEN += ("position", "norm", "mixer", "pattern", "projection")
-"""Keys of `model` that default to the checkpoint's values. Of these, only `FREE` and `position.kind` may differ.
+CHECKPOINT_KEYS = ("layers", "width", "heads", "kv_heads", "ffn_width", "vocab_size", "context")
+CHECKPOINT_KEYS += ("position", "norm", "mixer", "pattern", "projection")
+"""Keys of `model` that default to the checkpoint's values. Of these, only `MAY_DIFFER` and `position.kind` may differ.
 
 If a recipe sets only some keys of `norm`, `position`, `mixer` or `projection`, the others also have these defaults.
 """
 
-FREE = ("context", "pattern", "norm.alpha", "norm.qk_norm", "norm.head_norm", "norm.gate_rank")
+MAY_DIFFER = ("context", "pattern", "norm.alpha", "norm.qk_norm", "norm.head_norm", "norm.gate_rank")
 
 GATE_BEHIND_NORM = ".gate.up.weight"
 
@@ -127,9 +127,9 @@ def _tokenizer(name: str, loaded: Any) -> Tokenizer:
 def with_checkpoint_values(recipe: Recipe) -> Recipe:
     """Return the recipe with unset values filled in from its initial checkpoint.
 
-    These are the keys in `OPEN`, the hash of the weights and the tokenizer. If a bias has a key `start` that is not
-    set, it is set to -12, unless the operation has no logits, or the checkpoint has a k or kv bias without `start`. A
-    recipe without an initial checkpoint, or with `model.init_sha256`, is returned unchanged.
+    These are the keys in `CHECKPOINT_KEYS`, the hash of the weights and the tokenizer. If a bias has a key `start` that
+    is not set, it is set to -12, unless the operation has no logits, or the checkpoint has a k or kv bias without
+    `start`. A recipe without an initial checkpoint, or with `model.init_sha256`, is returned unchanged.
 
     Raises:
         InputError: if the checkpoint is unusable, or the recipe differs from it in keys that must be equal.
@@ -141,15 +141,19 @@ def with_checkpoint_values(recipe: Recipe) -> Recipe:
     start, sha256 = _without_weights(name)
     _check_sizes(recipe, start)
     has_pattern = "pattern" in recipe.model.model_fields_set
-    theirs = {key: start.model[key] for key in OPEN if key in start.model and not (key == "pattern" and has_pattern)}
+    theirs = {
+        key: start.model[key]
+        for key in CHECKPOINT_KEYS
+        if key in start.model and not (key == "pattern" and has_pattern)
+    }
     defaults = {"model": theirs, "data": {"tokenizer": start.tokenizer.source}}
     found: dict[str, Any] = {"init_sha256": sha256}
     operation, own = recipe.model.attention.operation, recipe.model.pattern
     for part, bias in (("attention", recipe.model.attention.bias), ("pattern", None if own is None else own.bias)):
         before = (start.model.get(part) or {}).get("bias") or (start.model.get("attention") or {}).get("bias") or {}
         has_key = before.get("kind") in ("k", "kv") and before["start"] is None  # an offset would change its logit
-        if getattr(bias, "start", ASIDE) is None and operation.has_logits and not has_key:
-            found[part] = {"bias": {"start": ASIDE}}
+        if getattr(bias, "start", NEGLIGIBLE_LOGIT) is None and operation.has_logits and not has_key:
+            found[part] = {"bias": {"start": NEGLIGIBLE_LOGIT}}
     given = recipe.model_dump(mode="json", exclude_unset=True)
     return build_recipe(defaults, given, {"model": found}, origin=f"the recipe on {name}")
 
@@ -162,17 +166,17 @@ def _without_weights(name: str) -> tuple[Start, str]:
 
 
 def _check_sizes(recipe: Recipe, start: Start) -> None:
-    """Check that the keys in `OPEN` that the recipe sets have the checkpoint's values.
+    """Check that the keys in `CHECKPOINT_KEYS` that the recipe sets have the checkpoint's values.
 
-    Keys in `FREE` may differ. If `position.kind` differs, all keys of `position` may. `kv_heads: null` means `heads`.
+    Keys in `MAY_DIFFER` may. If `position.kind` differs, all keys of `position` may. `kv_heads: null` means `heads`.
 
     Raises:
         InputError: if another key differs; the message names all such keys, with both values.
     """
     given = recipe.model.model_dump(mode="json", exclude_unset=True)
-    theirs = leaves({key: start.model[key] for key in OPEN if key in start.model})
-    ours = leaves({key: given[key] for key in OPEN if key in given})
-    differ = [key for key in ours if key in theirs and ours[key] != theirs[key] and not key.startswith(FREE)]
+    theirs = leaves({key: start.model[key] for key in CHECKPOINT_KEYS if key in start.model})
+    ours = leaves({key: given[key] for key in CHECKPOINT_KEYS if key in given})
+    differ = [key for key in ours if key in theirs and ours[key] != theirs[key] and not key.startswith(MAY_DIFFER)]
     if "position.kind" in differ:  # another positional encoding is an intervention
         differ = [key for key in differ if not key.startswith("position.")]
     if "kv_heads" in differ and {ours["kv_heads"], theirs["kv_heads"]} == {None, theirs.get("heads")}:

@@ -36,7 +36,7 @@ class Updater:
     Args:
         run: opened run; its directory is neither read nor written.
         world: training processes.
-        look: callback before every tensor operation of the model's initialisation; an exception from `look` ends the
+        check_stop: callback before every tensor operation of the model's initialisation; an exception from it ends the
             construction.
 
     Attributes:
@@ -54,19 +54,19 @@ class Updater:
         SinklabError: as `load_start`.
     """
 
-    def __init__(self, run: Run, world: World = ALONE, look: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, run: Run, world: World = ALONE, check_stop: Callable[[], None] = lambda: None) -> None:
         self.recipe, self.world = run.recipe, world
         self.device = world.device(self.recipe.train.device)
         rows, loader = world.on_all_ranks(lambda: (world.rows(self.recipe.train.batch_size), run.loader("train")))
         self.batches = Prefetcher(lambda index: loader.batch(index, rows), self.device, self.recipe.train.steps)
-        with _Looking(look):
+        with _CheckedInit(check_stop):
             model = Transformer(self.recipe.model, self.recipe.seed)
         if (init_from := self.recipe.model.init_from) is not None:
             world.on_all_ranks(lambda: load_initial_weights(model, load_start(init_from), run.dataset.tokenizer_path))
         self.model = model.to(self.device)
         recompute_blocks(self.model, self.recipe.train.recompute)
         with self.autocast():  # `share` runs a forward pass for FSDP
-            self._losses, self._apart = share(self.model, self.recipe.losses, self.recipe.train.parallel, world)
+            self._losses, self._no_sync = share(self.model, self.recipe.losses, self.recipe.train.parallel, world)
         self.compiles_loss = compiles_loss(self.recipe.train.compile, self.device, world)
         self._training_losses = compiled(self._losses, dynamic=False) if self.compiles_loss else self._losses
         self.optimizer = build_optimizer(self.model, self.recipe.optim)
@@ -148,8 +148,8 @@ class Updater:
         losses_of = self._losses if hooked else self._training_losses
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, part in enumerate(parts, 1):
-            apart = contextlib.nullcontext() if number == len(parts) else self._apart()
-            with apart, float32_matmul(self.recipe.train.float32_matmul, self.device):
+            no_sync = contextlib.nullcontext() if number == len(parts) else self._no_sync()
+            with no_sync, float32_matmul(self.recipe.train.float32_matmul, self.device):
                 with self.autocast():
                     losses = losses_of(part) * (len(part) / len(tokens_BT))
                 losses.sum().backward()
@@ -162,15 +162,15 @@ class Updater:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.train.precision == "bf16")
 
 
-class _Looking(TorchFunctionMode):
-    """Mode that calls `look` before every torch function, so that a stop request can interrupt the initialisation."""
+class _CheckedInit(TorchFunctionMode):
+    """Mode that calls `check_stop` before every torch function: a stop request can interrupt the initialisation."""
 
-    def __init__(self, look: Callable[[], None]) -> None:
+    def __init__(self, check_stop: Callable[[], None]) -> None:
         super().__init__()
-        self._look = look
+        self._check_stop = check_stop
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._look()
+        self._check_stop()
         return func(*args, **(kwargs or {}))
 
 

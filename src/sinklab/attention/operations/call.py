@@ -30,8 +30,8 @@ class Call:
         cap: softcap of the scores and of the bias key's logit; None without a softcap, and for Hugging Face models.
         position: relative position bias, which is not applied to a bias key; None without one. For Hugging Face models:
             softcap, position bias and additive mask.
-        fading: score function of forget gates, applied after the position bias but not to a bias key; None without
-            forget gates.
+        forget_gates: score function of forget gates, applied after the position bias but not to a bias key; None
+            without forget gates.
         key_HD: bias key; None without one.
         offset_H: number added to the logit of the bias key after the softcap; None means zero.
         logit_BHT: sink logit, used in place of a bias key's logit; None without one. Axes B and T may be 1.
@@ -48,7 +48,7 @@ class Call:
     backend: Backend = "auto"
     cap: Score | None = None
     position: Score | None = None
-    fading: Score | None = None
+    forget_gates: Score | None = None
     key_HD: Tensor | None = None
     offset_H: Tensor | None = None
     logit_BHT: Tensor | None = None
@@ -130,7 +130,7 @@ class Call:
 
     def score(self, similarity: Score | None = None) -> Score | None:
         """Compose the score function: softcap, position bias, forget gates, then the log-similarity."""
-        return compose(self.cap, self.position, self.fading, similarity)
+        return compose(self.cap, self.position, self.forget_gates, similarity)
 
 
 def at_every_query(score: Score | None, z_BHT: Tensor, first: int) -> Tensor:

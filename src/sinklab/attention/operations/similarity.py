@@ -17,7 +17,7 @@ from sinklab.attention.operations.base import LogSimilarity, Normalisation
 from sinklab.attention.operations.call import Call
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.scores import (
-    Apart,
+    FlexScore,
     Score,
     compose,
     log_elu_plus_one,
@@ -105,7 +105,9 @@ class ScalableSoftmax(LogSimilarity):
 
     def normalisation(self, call: Call) -> Normalisation:
         factor_BHT = call.learned(call.keys_per_row())
-        return Normalisation(Score(per_query(torch.mul, call.first), (factor_BHT,), apart=Apart(None, factor_BHT)))
+        return Normalisation(
+            Score(per_query(torch.mul, call.first), (factor_BHT,), for_flex=FlexScore(None, factor_BHT))
+        )
 
 
 class ForgetGate(nn.Linear):
@@ -212,7 +214,7 @@ class SigmoidShift(nn.Module):
 
         # One copy per query, because FlexAttention adds up the gradients of all scores of a head atomically.
         spread = Score(by_query, (shift_H[:, None].repeat(1, queries),))
-        return Score(plus_of_head, (shift_H,), apart=Apart(spread))
+        return Score(plus_of_head, (shift_H,), for_flex=FlexScore(spread))
 
 
 class Sigmoid(Similarity):

@@ -99,7 +99,7 @@ class StickBreaking(OperationPart):
     def rows(self, call: Call) -> Iterator[Rows]:
         matrix = call.matrix(mask=both(call.mask, OtherKeys()))
         for block in matrix.blocks():
-            yield Rows(block, *broken(matrix, block, matrix.scored(matrix.raw(block), block)))
+            yield Rows(block, *stick_weights(matrix, block, matrix.scored(matrix.raw(block), block)))
 
     def row_sums(self, call: Call) -> Tensor:
         return call.q_BHTD.new_ones(call.q_BHTD.shape[:3])
@@ -123,7 +123,7 @@ class OtherKeys(Mask):
         return 0, first
 
 
-def broken(matrix: bl.ScoreMatrix, block: bl.Block, logits_BHQS: Tensor) -> tuple[Tensor, Tensor]:
+def stick_weights(matrix: bl.ScoreMatrix, block: bl.Block, logits_BHQS: Tensor) -> tuple[Tensor, Tensor]:
     """Compute attention weights and rest (A_BHQS, rest_BHQ) from a block's unmasked logits."""
     taken = matrix.hide_(F.softplus(logits_BHQS, threshold=EXACT_TO), block, 0.0)
     left = taken.flip(-1).cumsum(-1).flip(-1)
@@ -145,7 +145,7 @@ class _Stick(torch.autograd.Function):
         out = q.new_empty(*q.shape[:3], v.shape[3])
         rest = q.new_empty(q.shape[:3], dtype=bl.accumulate_dtype(q.dtype))
         for block in matrix.blocks():
-            shares, rest[:, :, block.rows] = broken(matrix, block, matrix.scored(matrix.raw(block), block))
+            shares, rest[:, :, block.rows] = stick_weights(matrix, block, matrix.scored(matrix.raw(block), block))
             out[:, :, block.rows] = bl.grouped_product(shares.to(v.dtype), v[:, :, block.keys])
         ctx.save_for_backward(q, k, v, *tensors)
         ctx.score, ctx.mask = score, mask
@@ -162,7 +162,7 @@ class _Stick(torch.autograd.Function):
         for block in matrix.blocks():
             rows, keys = block.rows, block.keys
             z, logits, wanted = with_graph(matrix, block, tensors)
-            shares, rest = broken(matrix, block, logits.detach())
+            shares, rest = stick_weights(matrix, block, logits.detach())
             dv[:, :, keys] += bl.grouped_transpose_product(shares.to(v.dtype), dout[:, :, rows], groups)
             dshares = bl.grouped_product(dout[:, :, rows], v[:, :, keys].transpose(-1, -2))
             slopes = shares.mul_(dshares)

@@ -31,7 +31,7 @@ from sinklab.schema import leaves
 from sinklab.train.directory.run import resolved_precision
 from sinklab.train.flops import FORWARD_AND_BACKWARD, model_flops
 from sinklab.train.optim import build_optimizer
-from sinklab.train.recipe import MANNER, Recipe, load_recipe
+from sinklab.train.recipe import UNHASHED_TRAIN_KEYS, Recipe, load_recipe
 
 TIMED_S = 1.0  # total duration of the timed updates
 MATRICES_S = 0.3
@@ -156,7 +156,9 @@ def _key(recipe: Recipe, seed: int) -> str:
     """Return a key of a run, from recipe and seed; a recipe has the same key before and after `resolve`."""
     auto = recipe.train.precision == "auto"
     precision = resolved_precision("auto", pick_device(recipe.train.device)) if auto else recipe.train.precision
-    said = recipe.model_dump(mode="json", exclude={"name": True, "seed": True, "train": {*MANNER, "precision"}})
+    said = recipe.model_dump(
+        mode="json", exclude={"name": True, "seed": True, "train": {*UNHASHED_TRAIN_KEYS, "precision"}}
+    )
     kept = {key: value for key, value in leaves(said).items() if not key.endswith(("vocab_size", "eos_id"))}
     return json.dumps([seed, precision, kept], sort_keys=True)
 

@@ -16,11 +16,11 @@ from sinklab.device import pick_device, processor_name
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.files import parse_json
 from sinklab.schema import leaves
-from sinklab.train.recipe import DATA_ORIGIN, MANNER, Recipe, load_recipe
+from sinklab.train.recipe import DATA_ORIGIN, UNHASHED_TRAIN_KEYS, Recipe, load_recipe
 
 ENVIRONMENT = "env.json"
-INDIFFERENT = {"name", *(f"train.{key}" for key in MANNER)}
-ORIGIN = {f"data.{key}" for key in DATA_ORIGIN}
+UNHASHED_KEYS = {"name", *(f"train.{key}" for key in UNHASHED_TRAIN_KEYS)}
+DATA_KEYS = {f"data.{key}" for key in DATA_ORIGIN}
 
 
 def read_environment(directory: Path) -> dict[str, Any]:
@@ -71,8 +71,8 @@ def difference(path: Path, recipe: Recipe) -> str:
     except InputError:
         return ""
     old, new = (leaves(one.model_dump(mode="json")) for one in (there, recipe))
-    changed = [key for key in {**new, **old} if old.get(key) != new.get(key) and not _is_below(key, INDIFFERENT)]
-    differing = sorted(changed, key=lambda key: _is_below(key, ORIGIN))
+    changed = [key for key in {**new, **old} if old.get(key) != new.get(key) and not _is_below(key, UNHASHED_KEYS)]
+    differing = sorted(changed, key=lambda key: _is_below(key, DATA_KEYS))
     shown = ", ".join(f"{key} is {new.get(key)}, not {old.get(key)}" for key in differing[:3])
     return f" ({shown})" if shown else " (the text, the tokenizer or the sinklab version differs)"
 

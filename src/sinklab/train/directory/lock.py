@@ -80,7 +80,7 @@ def holder(directory: Path, name: str = LOCK) -> str:
         return ""
 
 
-def sees(directory: Path, expected: str) -> bool:
+def wait_for_holder(directory: Path, expected: str) -> bool:
     """Wait up to 60 s, for network file systems, until the lock file contains `expected`; return True if it does."""
     end = time.monotonic() + SHOWS_WITHIN_S
     while holder(directory) != expected and time.monotonic() < end:
@@ -88,7 +88,7 @@ def sees(directory: Path, expected: str) -> bool:
     return holder(directory) == expected
 
 
-def leave(directory: Path, is_new: bool) -> None:
+def remove_if_empty(directory: Path, is_new: bool) -> None:
     """Remove the caller's lock file if the directory has no other files; then remove the directory if `is_new`."""
     with contextlib.suppress(OSError):  # the directory may have been removed
         if [path.name for path in directory.iterdir()] == [LOCK]:
