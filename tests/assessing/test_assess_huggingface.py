@@ -11,7 +11,7 @@ from assessed import some_tokens
 from closeness import assert_close
 from exported_models import shaken_run, tokenizer_in
 from exported_models import some_tokens as exported_tokens
-from families import GROUPED, SMALL
+from families import GROUPED, LATENT, SMALL
 from foreign_streaming_reference import streamed_llama
 from streaming_reference import first_and_recent
 
@@ -91,6 +91,12 @@ def test_positions_of_layers_with_bases_of_their_own_are_fixed() -> None:
     config = hf.GraniteSWAConfig(**GROUPED, layer_rope_theta=[1e4, 10.0], attention_multiplier=0.3)
     torch.manual_seed(3)
     one = HuggingFaceAdapter(hf.AutoModelForCausalLM.from_config(config).double())
+    assert one.fixed_positions() == "its rotary embedding could not be reproduced in every layer"
+
+
+def test_complex_rotations_are_fixed() -> None:
+    one = HuggingFaceAdapter(hf.AutoModelForCausalLM.from_config(hf.DeepseekV2Config(**LATENT)))
+    assert one.inseparable() is None
     assert one.fixed_positions() == "its rotary embedding could not be reproduced in every layer"
 
 

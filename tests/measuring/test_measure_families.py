@@ -211,6 +211,19 @@ def test_the_loss_of_a_model_in_float64_is_exact() -> None:
     assert measure(model, tokens).loss == pytest.approx(expected.item(), rel=1e-12)
 
 
+def test_layers_with_different_numbers_of_heads_are_recorded_one_by_one() -> None:
+    if not hasattr(hf, "LagunaConfig"):
+        pytest.skip("this version of transformers has no Laguna")
+    experts: dict[str, Any] = {"num_experts": 2, "num_experts_per_tok": 1}
+    config = hf.LagunaConfig(**GROUPED, **experts, num_attention_heads_per_layer=[4, 2])
+    model: Any = hf.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(SinklabError, match=r"2 to 4 heads.*use sinklab\.probe"):
+        measure(model, family_tokens())
+    with torch.no_grad(), probe(model) as watch:
+        model(family_tokens())
+    assert [layer.importance_BHT.shape[1] for layer in watch.layers] == [4, 2]
+
+
 def test_a_bidirectional_model_is_an_error() -> None:
     config = hf.BertConfig(**SMALL)
     model: Any = hf.AutoModelForCausalLM.from_config(config).eval()

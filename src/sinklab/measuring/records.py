@@ -12,6 +12,7 @@ from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Window, WrappedMask
 from sinklab.attention.real_tokens import RealTokens
 from sinklab.device import on_host
+from sinklab.errors import SinklabError
 from sinklab.measuring.mask_coverage import View, view_of
 from sinklab.measuring.metrics import stacked
 from sinklab.measuring.statistics.collecting import BatchDetails, DetailsCollector
@@ -129,6 +130,12 @@ def batch_of(
         before: for a post-norm model, l2 norms (B, T) of the input of each norm, including padding and learned tokens;
             empty for other models.
     """
+    heads = {layer.importance_BHT.shape[1] for layer in layers}
+    if len(heads) > 1:
+        raise SinklabError(
+            f"the layers have {min(heads)} to {max(heads)} heads, and a measurement needs the same number in every "
+            "layer: use sinklab.probe, whose records are by layer"
+        )
     recorded = combined(layers, stacked)
     prefixes = recorded.pop("prefixes")
     places = {

@@ -31,7 +31,7 @@ Attributes:
     kinds: layer numbers by kind (`LayerKinds`).
     attention_layers: number of layers with attention. For a Hugging Face model without softmax attention, reading this
         attribute raises SinklabError.
-    heads: number of query heads per layer; the maximum if layers differ.
+    heads: number of query heads per layer. A model whose layers differ in it is probed but not measured.
     leading: number of learned tokens (a sink token or registers) that the model adds before every sequence.
     first_target: 1-based position of the first target: 2, or the first after the prefix of a prefix mask.
     post_norms: norms of a post-norm sinklab transformer, two per block; empty for other models.

@@ -1,7 +1,8 @@
 """Hooks and other changes of a model that last for a `with` block, and recording of norms and hidden states."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from sinklab.errors import SinklabError
 
 Progress = Callable[[float, int], None]  # (finished sequences, possibly fractional; total sequences)
 Seen = TypeVar("Seen")
+HIDDEN = "hidden_states"  # keyword argument of blocks and attention modules
 NO_CACHE = "an ablated model does not support a KV cache: call it without one, and generate with use_cache=False"
 NO_BLOCKS = "its blocks could not be found, are used several times in a forward pass, or have several residual streams"
 FirstColumns = Callable[[Tensor], Tensor]
@@ -115,6 +117,26 @@ def token_norms(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, dtype=accumulate_dtype(x.dtype))
 
 
+def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the first argument of a module, which may be passed as `hidden_states`."""
+    return args[0] if args else kwargs[HIDDEN]
+
+
+def replaced_inputs(
+    modules: Iterable[nn.Module], change: Callable[[int, Tensor], Tensor]
+) -> AbstractContextManager[None]:
+    """Replace the first argument x of the n-th module, counted from 1, by `change(n, x)` in the `with` block."""
+
+    def entering(index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = change(index, first_input(args, kwargs))
+        return ((x, *args[1:]), kwargs) if args else (args, kwargs | {HIDDEN: x})
+
+    return hooked(
+        module.register_forward_pre_hook(partial(entering, index), with_kwargs=True)
+        for index, module in enumerate(modules, 1)
+    )
+
+
 def hidden_states(output: Any) -> Tensor:
     """Return the hidden states (B, T, C) from the output of a block or norm, which may be a tuple or a list."""
     return output if isinstance(output, Tensor) else output[0]
@@ -151,7 +173,7 @@ def residual_stream(blocks: Sequence[nn.Module], read: Callable[[Tensor], Seen])
     found: list[Seen] = []
 
     def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = (args[0] if args else kwargs["hidden_states"]).detach()
+        hidden = first_input(args, kwargs).detach()
         if hidden.ndim > 3:
             raise SinklabError(
                 f"models with several residual streams cannot be measured: the hidden states have shape "

@@ -1,8 +1,5 @@
-"""Replace the inputs of a Hugging Face model's attention modules, which are found in a trial forward pass."""
+"""Find the attention modules of a Hugging Face model in a trial forward pass, to compute gradients at their inputs."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,12 +7,11 @@ from transformers import PreTrainedModel
 
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError
-from sinklab.models.hooks import evaluating, hidden_states, hooked
+from sinklab.models.hooks import HIDDEN, evaluating, hidden_states, hooked
 from sinklab.models.huggingface.gguf import weights_quantised
 from sinklab.models.huggingface.interface import attention_computed_by
 
 NORM = "norm"  # substring of a norm's class name in lower case
-HIDDEN = "hidden_states"  # keyword argument of an attention module
 
 
 def attention_modules(model: PreTrainedModel, tokens_1T: Tensor) -> list[nn.Module]:
@@ -72,17 +68,3 @@ def attention_modules(model: PreTrainedModel, tokens_1T: Tensor) -> list[nn.Modu
                 f"{number} of this {model.config.model_type!r} model is not a norm's output: leave out the gradients"
             )
     return found
-
-
-def replaced_inputs(modules: list[nn.Module], change: Callable[[int, Tensor], Tensor]) -> AbstractContextManager[None]:
-    """Replace the input x of the n-th module, counted from 1, by `change(n, x)` in the `with` block."""
-
-    def entering(index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (change(index, args[0]), *args[1:]), kwargs
-        return args, kwargs | {HIDDEN: change(index, kwargs[HIDDEN])}
-
-    return hooked(
-        module.register_forward_pre_hook(partial(entering, index), with_kwargs=True)
-        for index, module in enumerate(modules, 1)
-    )

@@ -26,9 +26,17 @@ from sinklab.models.families import (
     looped_layers,
     text_config,
 )
-from sinklab.models.hooks import NO_BLOCKS, NO_CACHE, FirstColumns, evaluating, forward_pass_hooks, hooked
+from sinklab.models.hooks import (
+    NO_BLOCKS,
+    NO_CACHE,
+    FirstColumns,
+    evaluating,
+    forward_pass_hooks,
+    hooked,
+    replaced_inputs,
+)
 from sinklab.models.huggingface import anatomy
-from sinklab.models.huggingface.attention_inputs import attention_modules, replaced_inputs
+from sinklab.models.huggingface.attention_inputs import attention_modules
 from sinklab.models.huggingface.forward_call import CACHE, named_arguments
 from sinklab.models.huggingface.gates import GateLayout, find_gates
 from sinklab.models.huggingface.gguf import weights_quantised
@@ -82,8 +90,7 @@ class HuggingFaceAdapter:
 
     @property
     def heads(self) -> int:
-        heads = text_config(self.module.config).num_attention_heads
-        return heads if isinstance(heads, int) else max(heads)
+        return text_config(self.module.config).num_attention_heads
 
     @property
     def dispatches(self) -> bool:
@@ -327,16 +334,20 @@ class HuggingFaceAdapter:
             return layer.output()
 
         # Hidden states depend only on distances, so queries at other positions differ only by their rotation.
-        with evaluating(self.module), self.intercepted(keep):
-            for moved in (0, MOVED):
-                queries.append([])
-                self.module.base_model(tokens_1T, position_ids=(places_T + moved)[None], use_cache=False)
+        unlike = "its rotary embedding could not be reproduced in every layer"
+        try:
+            with evaluating(self.module), self.intercepted(keep):
+                for moved in (0, MOVED):
+                    queries.append([])
+                    self.module.base_model(tokens_1T, position_ids=(places_T + moved)[None], use_cache=False)
+            shifted = [shift(before, torch.full_like(places_T, MOVED)) for before in queries[0]]
+        except (RuntimeError, ValueError):  # complex rotations (DeepSeek-V2), positions as indices (MiniMax-M3)
+            return unlike
         unmoved = set[int]()
-        for index, (before, after) in enumerate(zip(*queries, strict=True), start=1):
-            still = float((before - after).abs().max())
-            rotated = float((shift(before, torch.full_like(places_T, MOVED)) - after).abs().max())
+        for index, (before, after, expected) in enumerate(zip(*queries, shifted, strict=True), start=1):
+            still, rotated = (float((one - after).abs().max()) for one in (before, expected))
             if min(still, rotated) > max(still, rotated) / 4:
-                return "its rotary embedding could not be reproduced in every layer"
+                return unlike
             if still < rotated:
                 unmoved.add(index)
         if len(unmoved) == len(queries[0]):
@@ -413,7 +424,8 @@ def shift_rope(model: PreTrainedModel) -> ShiftRope | None:
         return None
 
     def shift(x_BHLD: Tensor, by_L: Tensor) -> Tensor:
-        cos_LR, sin_LR = (table[0].float() for table in found[0](x_BHLD.float(), by_L[None].to(x_BHLD.device)))
+        cos_1LR, sin_1LR = found[0](x_BHLD.float(), by_L[None].to(x_BHLD.device))
+        cos_LR, sin_LR = cos_1LR[0].float(), sin_1LR[0].float()
         scale_LR = (cos_LR.square() + sin_LR.square()).sqrt()  # yarn and longrope multiply cos and sin by a factor
         turned, rest = x_BHLD[..., : cos_LR.shape[-1]].float(), x_BHLD[..., cos_LR.shape[-1] :]
         first, second = turned.chunk(2, -1)
