@@ -1,4 +1,4 @@
-"""FLOP counts of models, peak FLOP/s of GPUs, and training throughput.
+"""FLOP counts of models, and peak FLOP/s of GPUs.
 
 A multiply-add counts as two operations. The forward pass over one sequence of T tokens has these parts, where L is T
 plus the number of learned leading tokens:
@@ -18,10 +18,7 @@ operations and auxiliary losses are not counted: the count follows the formula, 
 is comparable between attention operations. A document mask counts as causal: the lengths of documents are unknown.
 """
 
-import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +30,6 @@ from sinklab.model.block import LinearBlock
 from sinklab.model.config import ModelConfig
 from sinklab.model.gate import ValueGating
 from sinklab.model.transformer import Transformer
-from sinklab.train.recipe import Recipe
 
 FORWARD_AND_BACKWARD = 3
 
@@ -123,45 +119,3 @@ def _attention_flops(config: ModelConfig, positions: int) -> int:
         return config.heads * (2 * state * positions + bias)
     pairs = int(visible_keys(mask, positions, torch.device("cpu")).sum())
     return config.heads * (2 * (scored + value_width) * pairs + bias)
-
-
-class Speedometer:
-    """Measure the training throughput between two evaluations, excluding the time of evaluations and checkpoints.
-
-    Args:
-        recipe: recipe with the model's `vocab_size` set.
-        device: device of this process.
-        processes: number of data-parallel processes; all are assumed to have the same kind of device.
-    """
-
-    def __init__(self, recipe: Recipe, device: torch.device, processes: int) -> None:
-        self._tokens_per_step = recipe.train.batch_size * recipe.model.context
-        self._flops_per_token = model_flops(recipe.model).total / recipe.model.context
-        peak = recipe.train.peak_flops or peak_flops(device)
-        self._peak = None if peak is None else peak * processes
-        self.begin(0, 0.0)
-
-    def begin(self, step: int, waited: float) -> None:
-        """Start the timer at `step`; `waited` is the total time spent waiting for batches so far, seconds."""
-        self._seconds, self._running_since = 0.0, time.perf_counter()
-        self._step, self._waited = step, waited
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time of the `with` block from the measurement. All updates must be complete before it."""
-        self._seconds += time.perf_counter() - self._running_since
-        try:
-            yield
-        finally:
-            self._running_since = time.perf_counter()
-
-    def read(self, step: int, waited: float) -> dict[str, float | None]:
-        """Return `tokens_per_second`, `mfu` and `stall_share` since `begin` (see `Evaluation`).
-
-        All are None if there were no updates. Call this method only inside `paused`.
-        """
-        if step == self._step:
-            return dict.fromkeys(("tokens_per_second", "mfu", "stall_share"))
-        rate = (step - self._step) * self._tokens_per_step / self._seconds
-        mfu = None if self._peak is None else rate * self._flops_per_token / self._peak
-        return {"tokens_per_second": rate, "mfu": mfu, "stall_share": (waited - self._waited) / self._seconds}

@@ -8,11 +8,14 @@ each writes its own shard of a checkpoint, and rank 0 writes all other files. Al
 import json
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from sinklab.errors import InputError, SinklabError, StoppedError
 from sinklab.files import append_line, write_json
@@ -28,8 +31,9 @@ from sinklab.train.directory.history import finite, read_metrics, rewrite_metric
 from sinklab.train.directory.lock import holder, lock_run, remove_if_empty, wait_for_holder
 from sinklab.train.directory.run import Run, establish
 from sinklab.train.evaluator import OTHER_EPS, Evaluator, first_position
-from sinklab.train.flops import Speedometer
+from sinklab.train.flops import model_flops, peak_flops
 from sinklab.train.parallelize import compile_blocks
+from sinklab.train.recipe import Recipe
 from sinklab.train.update import DivergedError, NotFiniteError, Updater
 from sinklab.train.world import ALONE, World
 
@@ -294,3 +298,45 @@ class Trainer:
             log.warning("%s lacks evaluations that cannot be repeated, the first at step %s", self.run.metrics, lost[0])
         rewrite_metrics(self.run.metrics, kept)
         return missing
+
+
+class Speedometer:
+    """Measure the training throughput between two evaluations, excluding the time of evaluations and checkpoints.
+
+    Args:
+        recipe: recipe with the model's `vocab_size` set.
+        device: device of this process.
+        processes: number of data-parallel processes; all are assumed to have the same kind of device.
+    """
+
+    def __init__(self, recipe: Recipe, device: torch.device, processes: int) -> None:
+        self._tokens_per_step = recipe.train.batch_size * recipe.model.context
+        self._flops_per_token = model_flops(recipe.model).total / recipe.model.context
+        peak = recipe.train.peak_flops or peak_flops(device)
+        self._peak = None if peak is None else peak * processes
+        self.begin(0, 0.0)
+
+    def begin(self, step: int, waited: float) -> None:
+        """Start the timer at `step`; `waited` is the total time spent waiting for batches so far, seconds."""
+        self._seconds, self._running_since = 0.0, time.perf_counter()
+        self._step, self._waited = step, waited
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time of the `with` block from the measurement. All updates must be complete before it."""
+        self._seconds += time.perf_counter() - self._running_since
+        try:
+            yield
+        finally:
+            self._running_since = time.perf_counter()
+
+    def read(self, step: int, waited: float) -> dict[str, float | None]:
+        """Return `tokens_per_second`, `mfu` and `stall_share` since `begin` (see `Evaluation`).
+
+        All are None if there were no updates. Call this method only inside `paused`.
+        """
+        if step == self._step:
+            return dict.fromkeys(("tokens_per_second", "mfu", "stall_share"))
+        rate = (step - self._step) * self._tokens_per_step / self._seconds
+        mfu = None if self._peak is None else rate * self._flops_per_token / self._peak
+        return {"tokens_per_second": rate, "mfu": mfu, "stall_share": (waited - self._waited) / self._seconds}
