@@ -106,6 +106,7 @@ def rotation(number: int, axis: int, length: int) -> Tensor | None:
     """Return the orthogonal matrix (length, length), float32, for an axis of a model's `number`-th parameter.
 
     It is uniformly distributed over the orthogonal group (Mezzadri, 2007), and None for an axis longer than 4,096.
+    The third axis of a parameter has the seed of the next parameter's first axis.
     """
     if length > LONGEST_ROTATED:
         return None
