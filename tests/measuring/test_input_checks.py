@@ -81,7 +81,7 @@ def test_what_are_no_tokens_is_named(model: Any, tokens: Any, says: str) -> None
         ({"eps": [0.3, "x"]}, r"eps is \[0.3, 'x'\]: expected shares of attention"),
         ({"eps": []}, r"eps is \[\]: expected shares of attention"),
         ({"eps": np.array([0.3, 2])}, r"eps is array.*: expected shares of attention"),
-        ({"eps": torch.tensor(0.3)}, "eps is tensor.*: expected shares of attention"),
+        ({"eps": torch.tensor(2)}, "eps is tensor.*: expected shares of attention"),
         ({"batch_size": "2"}, "--batch-size '2': Input should be a valid integer"),
         ({"batch_size": 2.5}, "--batch-size 2.5: Input should be a valid integer"),
         ({"batch_size": torch.tensor(2.5)}, "--batch-size 2.5: Input should be a valid integer"),
@@ -105,11 +105,13 @@ def test_options_that_cannot_be_meant_are_named_before_the_model_is_called(
     assert not called
 
 
-def test_numbers_of_numpy_are_numbers(model: Any) -> None:
+def test_numbers_of_numpy_and_torch_are_numbers(model: Any) -> None:
     found = sinklab.measure(model, TOKENS, eps=np.float64(0.25), batch_size=np.int64(4))  # type: ignore[arg-type]
     assert found.sink_rate == sinklab.measure(model, TOKENS, eps=0.25).sink_rate
     assert sinklab.measure(model, TOKENS, eps=np.array([0.25, 0.5])).sink_rates is not None  # type: ignore[arg-type]
-    assert sinklab.measure(model, TOKENS, eps=np.float32(0.25)).eps == 0.25  # type: ignore[arg-type]
+    for eps in (np.float32(0.25), np.array(0.25), torch.tensor(0.25), torch.tensor([0.25])):
+        assert sinklab.measure(model, TOKENS, eps=eps).eps == 0.25  # type: ignore[arg-type]
+    assert sinklab.measure(model, TOKENS, perturb=np.int64(3)).mixing  # type: ignore[arg-type]
     for lengths in (np.array([3]), torch.tensor([3]), range(3, 4)):
         assert list(sinklab.measure(model, TOKENS, lengths=lengths).sink_rate_by_length or ()) == ["3"]  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ from sinklab.errors import InputError
 from sinklab.measuring.driver import measure as measure_tokens
 from sinklab.measuring.inputs import token_matrix
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Inputs, Options, Study, parse_eps
+from sinklab.measuring.options import Inputs, Options, Study
 from sinklab.measuring.surgery.study import measure_with_study
 from sinklab.models.adapter import LanguageModel, adapt
 from sinklab.models.families import text_config
@@ -92,7 +92,7 @@ def measure(
     if mask_NT is not None and mask_NT.shape == tokens_NT.shape and bool(mask_NT.all()):
         mask_NT = None  # no padding
     options = Options(
-        eps=parse_eps(eps),
+        eps=cast(tuple[float, ...], eps),
         lengths=cast(tuple[int, ...], lengths),
         batch_size=batch_size,
         loss=loss,

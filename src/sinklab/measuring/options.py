@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable
-from contextlib import suppress
 from itertools import pairwise
 from numbers import Real
 from operator import index
@@ -17,6 +16,7 @@ Inputs = Literal["natural", "random", "repeat"]
 EPS = (0.3,)
 ABLATIONS = "mask_first:N, no_bos, zero_massive or zero_massive:LAYER"
 DIGITS = 9  # maximum number of digits of N and LAYER
+ABLATION = re.compile(rf"no_bos|zero_massive(:\d{{1,{DIGITS}}})?|mask_first:(?P<keys>\d+)")
 
 
 def parse_eps(given: Any) -> tuple[float, ...]:
@@ -25,18 +25,16 @@ def parse_eps(given: Any) -> tuple[float, ...]:
     Repeated thresholds are dropped.
 
     Args:
-        given: a number, several numbers, or the texts passed to --eps, each a number or a comma-separated list.
+        given: a number, several numbers (a sequence, array or tensor), or the texts passed to --eps, each a number or a
+            comma-separated list.
 
     Raises:
         InputError: if there is no threshold, or a threshold is not a number in (0, 1).
     """
     from_text = isinstance(given, list) and bool(given) and all(isinstance(one, str) for one in given)
-    several: list[Any] = ",".join(given).split(",") if from_text else [given]
-    if not from_text and not isinstance(given, str):
-        with suppress(TypeError):  # raised for a number, or an array without axes
-            several = list(given)
+    several: Any = ",".join(given).split(",") if from_text else _whole(given)
     found: dict[float, None] = {}
-    for one in several or [None]:
+    for one in (several if isinstance(several, list | tuple) else [several]) or [None]:
         try:
             share = float(one) if from_text or isinstance(one, Real) else 0.0
         except ValueError:
@@ -169,7 +167,7 @@ class Study(CommandSettings, frozen=True):
     replace_position: Annotated[tuple[int, int] | None, Flag(metavar="I J", panel=ADVANCED)] = Field(
         default=None, description="Replace the learned embedding of position I by that of J."
     )
-    perturb: Annotated[int | None, Flag(metavar="N")] = Field(
+    perturb: Annotated[int | None, BeforeValidator(_whole), Flag(metavar="N")] = Field(
         default=None,
         description="Also replace token N and measure how far the change spreads, with and without key 1.",
     )
@@ -201,15 +199,15 @@ class Study(CommandSettings, frozen=True):
 
 
 def _check_ablation(name: str, length: int) -> None:
-    kind, _, number = name.partition(":")
-    if kind != "mask_first" or not number.isdecimal():
-        is_layer = number.isdecimal() and len(number) <= DIGITS
-        if name in ("no_bos", "zero_massive") or (kind == "zero_massive" and is_layer):
-            return
+    found = ABLATION.fullmatch(name)
+    if found is None:
         raise InputError(f"the ablation {name!r} is unknown: use {ABLATIONS}")
+    keys = found["keys"]
+    if keys is None:
+        return
     if length < 3:
         raise InputError(f"{name} needs sequences of 3 tokens or more, so that a later query has a target")
-    if len(number) > DIGITS or not 1 <= int(number) <= length - 2:
+    if len(keys) > DIGITS or not 1 <= int(keys) <= length - 2:
         raise InputError(
             f"{name} on sequences of {length} tokens: use 1 to {length - 2}, so that a later query has a target"
         )
