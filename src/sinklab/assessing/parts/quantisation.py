@@ -46,7 +46,7 @@ from sinklab.assessing.settings import AssessSettings
 from sinklab.errors import InputError
 from sinklab.measuring.statistics.details import kurtosis
 from sinklab.models.adapter import Adapter
-from sinklab.models.hooks import evaluating, hooked, residual_stream, token_norms
+from sinklab.models.hooks import evaluating, first_input, hooked, replaced_inputs, residual_stream, token_norms
 from sinklab.plots import PlotAxis
 from sinklab.schema import Omitted, ReadDocument
 
@@ -277,13 +277,11 @@ def _draws(setting: Rounding, settings: AssessSettings) -> int:
 def perturbed(adapter: Adapter, draw: int, seed: int = 0) -> Iterator[None]:
     """Change the last digits of the first block's input in the `with` block; draw 0 changes nothing."""
 
-    def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        x = args[0] if args else kwargs["hidden_states"]
+    def noisy(_: int, x: Tensor) -> Tensor:
         noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed + draw)).to(x)
-        x = x * (1 + max(NOISE, torch.finfo(x.dtype).eps / 4) * noise)
-        return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+        return x * (1 + max(NOISE, torch.finfo(x.dtype).eps / 4) * noise)
 
-    with hooked([adapter.blocks[0].register_forward_pre_hook(entering, with_kwargs=True)] if draw else []):
+    with replaced_inputs(adapter.blocks[:1] if draw else [], noisy):
         yield
 
 
@@ -478,7 +476,7 @@ def _unflattening(maps: Sequence[LinearMap]) -> Iterator[Callable[[Tensor], Tens
 
     def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal shape
-        shape = (args[0] if args else kwargs["hidden_states"]).shape[:2]
+        shape = first_input(args, kwargs).shape[:2]
 
     def unflattened(x: Tensor) -> Tensor:
         if x.ndim == 2 and len(x) != shape.numel():
