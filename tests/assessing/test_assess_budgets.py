@@ -10,7 +10,7 @@ from closeness import assert_close
 from families import family_tokens, pair_of
 
 from sinklab.assessing.parts import budgets
-from sinklab.assessing.parts.budgets import FULL, RestrictedHeads, assess_budgets
+from sinklab.assessing.parts.budgets import FRACTIONS, RestrictedHeads, assess_budgets
 from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.assessing.reading import KeyHeads, PairedReader, changed_attention, key_heads
 from sinklab.attention.layer_call import LayerCall
@@ -136,11 +136,25 @@ def test_the_one_head_that_matters_costs_all_and_with_all_its_keys_nothing_is_lo
         if row.policy == "one for all":
             assert row.kl > 1e-5
             assert row.keys == row.full * 24 + (1 - row.full) * 4
-    assert len(passes) == 2 * (2 + len(FULL) * 6) + 1 * (2 + 8)
+    assert len(passes) == 2 * (2 + len(FRACTIONS) * 6) + 1 * (2 + 8)
     more = {row.what: row.more for row in found.rows()}
     quarter = sum(min(t, 9) for t in range(1, 25)) / 24, sum(0.25 * t + 0.75 * min(t, 4) for t in range(1, 25)) / 24
     assert more["one for all, 25 % full"] == f"9 keys per head at the end, {quarter[0]:.0f} on average"
     assert more["by cost, 25 % full"] == f"9 keys per head at the end, {quarter[1]:.0f} on average"
+
+
+def test_the_mean_number_of_keys_counts_whole_heads() -> None:
+    found = assess_budgets(
+        small("grouped keys"),  # 4 KV heads: an eighth of them is none
+        some_tokens(1, 24),
+        some_tokens(1, 24),
+        part_settings(budgets=(4,), kept=(1,)),
+        lambda: None,
+    )
+    more = {row.what: row.more for row in found.rows()}
+    assert more["by cost, 12.5 % full"] == "4 keys per head at the end, 4 on average"
+    quarter = sum(0.25 * t + 0.75 * min(t, 4) for t in range(1, 25)) / 24
+    assert more["by cost, 25 % full"] == f"9 keys per head at the end, {quarter:.0f} on average"
 
 
 def test_a_head_with_all_keys_has_those_of_the_leading_tokens_too() -> None:
@@ -152,13 +166,13 @@ def test_a_head_with_all_keys_has_those_of_the_leading_tokens_too() -> None:
         lambda: None,
     )
     assert [row.keys for row in found.policies if row.policy == "one for all"] == [
-        full * (15 + 1) + (1 - full) * 4 for full in FULL
+        full * (15 + 1) + (1 - full) * 4 for full in FRACTIONS
     ]
 
 
 def test_sink_shares_are_the_importance_that_measuring_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     one, tokens = small("grouped keys"), some_tokens(3, 20)
-    monkeypatch.setattr(budgets, "FULL", (0.5,))
+    monkeypatch.setattr(budgets, "FRACTIONS", (0.5,))
     full: list[KeyHeads] = []
     monkeypatch.setattr(budgets, "RestrictedHeads", lambda *args: full.append(args[2]) or RestrictedHeads(*args))
     found = assess_budgets(one, tokens[:2], tokens[2:], part_settings(budgets=(6,), kept=(1,)), lambda: None)

@@ -35,6 +35,11 @@ def test_a_model_that_is_no_run_needs_a_text(run: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
+def test_a_mistyped_run_is_named(run: Run) -> None:
+    status, _, err = on_one_line(run)("assess", "./runs/mistyped")
+    assert (status, "./runs/mistyped is neither a directory nor" in err) == (2, True)
+
+
 def test_a_bad_text_is_found_before_a_model_is_looked_for(run: Run) -> None:
     status, _, err = on_one_line(run)("assess", "nobody/nothing-of-this-name", "--text", "missing.txt")
     assert status == 2

@@ -20,7 +20,7 @@ from sinklab.assessing.parts.kv_cache import (
     assess_kv_cache,
     last_linear_layers,
     outliers_and_sinks,
-    rounded,
+    rounded_in_groups,
 )
 from sinklab.assessing.reading import PairedReader, changed_attention, key_heads
 from sinklab.assessing.settings import AssessOptions, settings_for
@@ -62,7 +62,7 @@ def test_groups_are_rounded_as_by_hand_and_the_spared_are_in_no_scale(bits: int,
     x[:, :, 0] *= 100
     spared = torch.tensor([s in left for s in range(70)])[:, None]
     for axis in (2, 3):
-        assert_close(rounded(x, axis, bits, spared), rounded_by_hand(x, axis, bits, left, 32), 1e-12)
+        assert_close(rounded_in_groups(x, axis, bits, spared), rounded_by_hand(x, axis, bits, left, 32), 1e-12)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -74,12 +74,12 @@ def test_whole_groups_agree_with_the_codes_that_kivi_packs(bits: int) -> None:
         least, most = grouped.min(over, keepdim=True)[0], grouped.max(over, keepdim=True)[0]
         codes = ((grouped - least) / ((most - least) / (2**bits - 1))).clamp(0, 2**bits - 1).round().to(torch.int32)
         expected = codes * ((most - least) / (2**bits - 1)) + least
-        assert_close(rounded(x, axis, bits, torch.tensor(False)), expected.view_as(x), 1e-12)
+        assert_close(rounded_in_groups(x, axis, bits, torch.tensor(False)), expected.view_as(x), 1e-12)
 
 
 def test_equal_numbers_stay_as_they_are() -> None:
     x = torch.full((1, 1, 40, 8), 0.3, dtype=torch.float64)
-    assert torch.equal(rounded(x, 2, 2, torch.tensor(False)), x)
+    assert torch.equal(rounded_in_groups(x, 2, 2, torch.tensor(False)), x)
 
 
 class RoundingCache(hf.DynamicCache):
@@ -297,7 +297,7 @@ def test_sinks_are_those_of_the_attention_matrices(family: str, length: int, mon
     alphas = [largest_alpha(attentions, n) for n in range(2)]
     examined = [k for k in range(1, length + 1) if k <= length / 2 or length - k + 1 >= 16]
     third, fourth = sorted((alphas[0][k - 1] for k in examined), reverse=True)[2:4]
-    monkeypatch.setattr(kv_cache, "EPS", eps := (third + fourth) / 2)
+    monkeypatch.setattr(kv_cache, "SINK_EPS", eps := (third + fourth) / 2)
     above = [[k for k, alpha in enumerate(some, 1) if alpha > eps] for some in alphas]
     assert any(set(some) - set(examined) for some in above)  # few queries see the last positions
     found = [outliers_and_sinks(PairedReader(adapter, one))[1] for one in tokens.split(1)]
@@ -308,7 +308,7 @@ def test_sinks_are_those_of_the_attention_matrices(family: str, length: int, mon
 def test_a_learned_token_is_a_sink_by_its_own_importance(monkeypatch: pytest.MonkeyPatch) -> None:
     one, tokens = small("sink token"), some_tokens(3, 12)
     for eps, expected in ((0.05, True), (0.95, False)):
-        monkeypatch.setattr(kv_cache, "EPS", eps)
+        monkeypatch.setattr(kv_cache, "SINK_EPS", eps)
         found = assess_kv_cache(one, tokens[:2], tokens[2:], part_settings(), lambda: None)
         assert [0 in some for some in found.sinks] == [expected, expected]
 

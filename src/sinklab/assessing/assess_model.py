@@ -15,7 +15,7 @@ from sinklab.errors import InputError
 from sinklab.files import parse_json
 from sinklab.jobs.ledger import JobStep, Ledger, check_request, run_steps
 from sinklab.jobs.progress import JobEvent, Observer, StepProgress, ignore
-from sinklab.models.huggingface.loading import AS_IT_IS, Loading
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.opening import Model, is_run, open_model
 
 
@@ -56,6 +56,7 @@ def assess(
         SinklabError: if the model cannot be loaded (see `open_model`), `out` cannot be locked, or a loss or KL
             divergence is not finite; the results of finished parts remain saved.
     """
+    check_name(model)
     parts = sorted(set(map(known_part, options.parts)), key=list(PARTS).index)
     options = options.model_copy(update={"parts": tuple(parts)})
     ledger = Ledger[Assessment](out, ASSESSMENT)

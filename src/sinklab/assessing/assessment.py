@@ -72,7 +72,8 @@ class Assessment(VersionedDocument):
 
     def with_result(self, done: AssessPart, seconds: float) -> "Assessment":
         """Return a copy with the result and run time of a part added, and the part removed from `skipped`."""
-        results = dict(sorted({**self.results, done.name: done}.items(), key=lambda one: one[1].rank))
+        results = {**self.results, done.name: done}
+        results = {name: results[name] for name in PARTS if name in results}
         skipped = {name: why for name, why in self.skipped.items() if name != done.name}
         took = {**self.seconds, done.name: seconds}
         return self.model_copy(update={"results": results, "skipped": skipped, "seconds": took})

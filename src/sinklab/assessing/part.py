@@ -1,15 +1,15 @@
 """Base class of the parts of an assessment, and classes for their text, table rows, scalar results and figures.
 
-Each part is a subclass of `AssessPart` in its own file in `parts/`, and is discovered automatically. Its fields are
-its entry in assessment.json. Losses and KL divergences are in nats per token. Positions and layers are 1-based;
-learned leading tokens (sink token, registers) are at positions 0, -1 and so on.
+Each part is a subclass of `AssessPart` in its own file in `parts/`, with its name in `PART_NAMES` (settings.py). Its
+fields are its entry in assessment.json. Losses and KL divergences are in nats per token. Positions and layers are
+1-based; learned leading tokens (sink token, registers) are at positions 0, -1 and so on.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -57,8 +57,8 @@ class AssessText:
         if count < fewest:
             raise InputError(
                 f"{self._text or 'the validation text of the run'} has {len(stream):,} tokens, but {fewest * body:,} "
-                f"are required ({fewest} x {body:,}): pass more text, or set shorter sequences and smaller caches "
-                "(--length, --stream-length, --cache)"
+                f"are required ({fewest} x {body:,}): pass more text, or set shorter sequences "
+                "(--length, --stream-length)"
             )
         return self.model.arrange(torch.tensor(stream[: count * body]).view(count, body), special > 0, None)
 
@@ -203,7 +203,6 @@ class AssessPart(ReadDocument, ABC):
 
     Attributes:
         name: name of the part in `--parts`, assessment.json and experiments, and of its file.
-        rank: position of the part in the order of execution and display.
         question: question that the part answers.
         long_text: whether the part needs a long text. --quick omits such a part unless `--parts` names it. If the text
             is too short for it, it is skipped like a part that cannot be run on the model. For other parts, a text that
@@ -217,7 +216,6 @@ class AssessPart(ReadDocument, ABC):
     """
 
     name: ClassVar[str]
-    rank: ClassVar[int]
     question: ClassVar[str]
     long_text: ClassVar[bool] = False
     on_request: ClassVar[bool] = False
@@ -258,9 +256,18 @@ class AssessPart(ReadDocument, ABC):
     def figure(self) -> PartFigure:
         """Return the part's figure in the report."""
 
-    def row(self, what: str, effect: Effect, more: str = "", **shown: Any) -> PartRow:
-        """Return the row of an intervention; `shown` contains further fields of `PartRow`."""
-        return PartRow(what, effect, self.added(effect), more, **shown)
+    def row(
+        self,
+        what: str,
+        effect: Effect,
+        more: str = "",
+        *,
+        answer: str = "",
+        lost: str = "",
+        numbers: Sequence[str] = (),
+    ) -> PartRow:
+        """Return the row of an intervention; the other arguments are fields of `PartRow`."""
+        return PartRow(what, effect, self.added(effect), more, answer=answer, lost=lost, numbers=numbers)
 
     def unchanged_row(self) -> PartRow:
         """Return the row of the unchanged model."""
@@ -276,6 +283,6 @@ class AssessPart(ReadDocument, ABC):
         return {"series": series, "x": x, "loss": effect.loss, "kl": effect.kl, "y": y}
 
     @staticmethod
-    def counted(count: int, noun: str) -> str:
+    def noun_of(count: int, noun: str) -> str:
         """Return the noun for a count of 1, otherwise the count and the plural: `key`, `3 keys`."""
         return noun if count == 1 else f"{count} {noun}s"

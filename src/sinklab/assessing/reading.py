@@ -280,6 +280,16 @@ def first_importance(layer: LayerCall) -> Tensor:
     return alpha.bias_BH if layer.leading and alpha.bias_BH is not None else alpha.positions_BHT[..., 0]
 
 
+def seen_by_key_heads(layer: LayerCall, first: int, keys: int) -> Tensor:
+    """Return True where a query from index `first` on sees one of the first `keys` keys in some of the query heads.
+
+    Shape (B or 1, G or 1, T - first, keys), for each KV head.
+    """
+    mask, k_BGTD = layer.call.mask, layer.call.k_BGTD
+    seen = mask.block(first, layer.length, 0, keys, k_BGTD.device).expand(*mask.sizes, layer.length - first, keys)
+    return seen if seen.shape[1] == 1 else seen.unflatten(1, (k_BGTD.shape[1], -1)).any(2)
+
+
 def mean_effect(effects: Sequence[Effect]) -> dict[str, Any]:
     """Return fields of a result over draws: mean `loss` and `kl`, `targets` of one draw, and all losses as `losses`."""
     losses = [one.loss for one in effects]

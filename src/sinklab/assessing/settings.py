@@ -1,8 +1,6 @@
 """Settings of an assessment, and the sequence lengths, cache sizes and budgets derived from them for one model."""
 
 from dataclasses import dataclass
-from pathlib import Path
-from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -19,8 +17,20 @@ CacheSize = Annotated[int, Field(ge=2)]
 LONGEST = 2**13  # the length part reads 2 contexts, at most LONGEST tokens, but at least 5/4 of the context
 KEPT = (0, 1, 2, 4)
 CACHE_GROUP = 32  # size of a quantisation group of the KV cache, in tokens or channels
-PART_FILES = ", ".join(file.name for file in iter_modules([str(Path(__file__).parent / "parts")]))
-"""Names of the parts, from their files: importing the parts would load torch for `--help`."""
+PART_NAMES = (
+    "streaming",
+    "quantisation",
+    "eviction",
+    "prompt_cache",
+    "length",
+    "key_ablations",
+    "heads",
+    "kv_cache",
+    "pruning",
+    "writer",
+    "budgets",
+)
+"""Parts of an assessment in the order of execution and display; each is a file of `parts/`."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +52,8 @@ class DefaultSizes:
     draws: int
 
 
-FULL = DefaultSizes(2**10, 2**11, 2**12, KEPT, draws=3)
-QUICK = DefaultSizes(2**8, 2**9, 2**10, (0, 4), draws=1)
+FULL_SIZES = DefaultSizes(2**10, 2**11, 2**12, KEPT, draws=3)
+QUICK_SIZES = DefaultSizes(2**8, 2**9, 2**10, (0, 4), draws=1)
 
 
 def _names(given: object) -> object:
@@ -59,7 +69,8 @@ class AssessOptions(CommandSettings, frozen=True):
     parts: Annotated[Several[str], BeforeValidator(_names), Flag(text=str, default="all", metavar="NAMES")] = Field(
         default=(),
         exclude=True,
-        description=f"Comma-separated list of {PART_FILES}; all: the parts that are not slow (docs/assess.md).",
+        description=f"Comma-separated list of {', '.join(PART_NAMES)}; all: the parts that are not slow "
+        "(docs/assess.md).",
     )
     quick: bool = Field(
         default=False,
@@ -118,8 +129,8 @@ class AssessOptions(CommandSettings, frozen=True):
 
     @property
     def sizes(self) -> DefaultSizes:
-        """Default amounts of text and draws: `QUICK` with --quick, else `FULL`."""
-        return QUICK if self.quick else FULL
+        """Default amounts of text and draws: `QUICK_SIZES` with --quick, else `FULL_SIZES`."""
+        return QUICK_SIZES if self.quick else FULL_SIZES
 
     @property
     def most_kept(self) -> int:

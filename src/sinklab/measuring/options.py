@@ -14,6 +14,7 @@ from sinklab.settings import ADVANCED, INPUT, MEASURED, CommandSettings, Flag, S
 
 Inputs = Literal["natural", "random", "repeat"]
 EPS = (0.3,)
+SINK_EPS = EPS[0]  # importance above which a position is a sink, if there is no option for it
 ABLATIONS = "mask_first:N, no_bos, zero_massive or zero_massive:LAYER"
 DIGITS = 9  # maximum number of digits of N and LAYER
 ABLATION = re.compile(rf"no_bos|zero_massive(:\d{{1,{DIGITS}}})?|mask_first:(?P<keys>\d+)")

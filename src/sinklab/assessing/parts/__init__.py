@@ -1,18 +1,19 @@
-"""The parts of an assessment, one per file of this folder; new files are discovered automatically."""
+"""The parts of an assessment, one per file of this folder, as listed in `PART_NAMES`."""
 
 from importlib import import_module
-from pkgutil import iter_modules
 from typing import Annotated
 
 from pydantic import AfterValidator
 
 from sinklab.assessing.part import AssessPart
+from sinklab.assessing.settings import PART_NAMES
 from sinklab.errors import InputError
 
-for file in iter_modules(__path__):
-    import_module(f"{__name__}.{file.name}")
+for name in PART_NAMES:
+    import_module(f"{__name__}.{name}")
 
-PARTS = {part.name: part for part in sorted(AssessPart.__subclasses__(), key=lambda part: part.rank)}
+_CLASSES = {part.name: part for part in AssessPart.__subclasses__()}
+PARTS = {name: _CLASSES[name] for name in PART_NAMES}
 """Parts of an assessment by name, in the order of execution and display."""
 
 USUAL = tuple(name for name, part in PARTS.items() if not part.on_request)

@@ -24,7 +24,6 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +48,7 @@ from sinklab.models.adapter import Adapter
 from sinklab.models.intercept import intercept
 from sinklab.plots import PlotAxis
 
-FULL = (0.125, 0.25, 0.5)
+FRACTIONS = (0.125, 0.25, 0.5)
 SHOWN_FULL = 0.25  # fraction f of the answers and scalar results, and fraction of heads in `retrieval`
 BY_COST, BY_SINK, RANDOM, FOR_ALL = "by cost", "by sink share", "random", "one for all"
 
@@ -84,7 +83,6 @@ class Budgets(AssessPart):
     """
 
     name = "budgets"
-    rank = 11
     question = "Do all heads need all keys?"
     on_request = True
     numbers = (
@@ -115,24 +113,26 @@ class Budgets(AssessPart):
         tokens_NT, others_MT = text.split(settings.sequences, settings.head_sequences, settings.length)
         adapter = text.model.adapter
         run = partial(assess_budgets, adapter, tokens_NT, others_MT, settings)
-        passes, passes_by_head = 2 + len(FULL) * (3 + DRAWS), 2 + len(key_heads(adapter))
+        passes, passes_by_head = 2 + len(FRACTIONS) * (3 + DRAWS), 2 + len(key_heads(adapter))
         return PartJob(passes * len(tokens_NT) + passes_by_head * len(others_MT), run)
 
     def rows(self) -> Iterator[PartRow]:
         """The answers are the losses of all policies at f = 1/4."""
         yield self.unchanged_row()
         yield self.row(f"{self.size} keys, first {self.first} kept", self.restricted)
-        names = {BY_COST: "budget_by_head_added", FOR_ALL: "budget_for_all_added"}
+        names = {BY_COST: ["budget_by_head_added"], FOR_ALL: ["budget_for_all_added"]}
         for one in self.policies:
-            shown: dict[str, Any] = {}
-            if one.full == SHOWN_FULL:
-                shown["answer"] = f"{one.keys:,.0f} of {self.length:,} keys, {one.policy}"
-                shown["numbers"] = [names[one.policy]] if one.policy in names else []
-            keys, S = round(one.keys), self.length
-            at_all, at_few = one.full * (S + 1) / 2, (1 - one.full) * _mean_keys(self.size, S)
-            mean = _mean_keys(keys, S) if one.policy == FOR_ALL else at_all + at_few
-            more = f"{keys:,} keys per head at the end, {mean:,.0f} on average"
-            yield self.row(f"{one.policy}, {100 * one.full:g} % full", one, more, **shown)
+            keys, S, is_shown = round(one.keys), self.length, one.full == SHOWN_FULL
+            share = round(one.full * len(self.heads)) / len(self.heads)
+            apart = share * (S + 1) / 2 + (1 - share) * _mean_keys(self.size, S)
+            mean = _mean_keys(keys, S) if one.policy == FOR_ALL else apart
+            yield self.row(
+                f"{one.policy}, {100 * one.full:g} % full",
+                one,
+                f"{keys:,} keys per head at the end, {mean:,.0f} on average",
+                answer=f"{one.keys:,.0f} of {S:,} keys, {one.policy}" if is_shown else "",
+                numbers=names.get(one.policy, []) if is_shown else [],
+            )
 
     def remark(self) -> str:
         costliest = ", ".join(f"{layer}.{head}" for layer, head in self.retrieval[:8])
@@ -206,7 +206,7 @@ def assess_budgets(
         return reader.under(RestrictedHeads(size, first, frozenset(names) - set(full))).effect()
 
     policies = []
-    for share in FULL:
+    for share in FRACTIONS:
         count = round(share * len(names))
         keys = (count * S + (len(names) - count) * size) / len(names)
         drawn = [draw.sample(names, count) for _ in range(DRAWS)]

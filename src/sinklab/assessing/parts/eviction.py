@@ -28,7 +28,7 @@ from torch.nn.functional import normalize
 
 from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.parts.streaming import RollingCache
-from sinklab.assessing.reading import PairedReader, Step, refused
+from sinklab.assessing.reading import PairedReader, Step, refused, seen_by_key_heads
 from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
@@ -51,7 +51,6 @@ class Eviction(AssessPart):
     """Loss by eviction policy and budget; `first` is the number n of first keys, limited to C - 1 for each budget C."""
 
     name = "eviction"
-    rank = 3
     question = "Which keys must a small cache keep?"
     numbers = (
         PartNumber(
@@ -175,11 +174,8 @@ def _restricted(layer: LayerCall, budget: int, recent: int, observe: Callable[[i
 
 def _needed(layer: LayerCall) -> Tensor:
     """Return True where the query, or a later one, of some head of the KV head sees the key: (B or 1, G or 1, L, L)."""
-    length, groups = layer.call.k_BGTD.shape[2], layer.call.k_BGTD.shape[1]
-    seen_BHLL = layer.call.mask.block(0, length, 0, length, layer.call.k_BGTD.device)
-    if seen_BHLL.ndim == 4 and seen_BHLL.shape[1] > 1:
-        seen_BHLL = seen_BHLL.unflatten(1, (groups, -1)).any(2)
-    return seen_BHLL.flip(-2).byte().cummax(-2).values.flip(-2).bool()
+    seen_BGLL = seen_by_key_heads(layer, 0, layer.length)
+    return seen_BGLL.flip(-2).byte().cummax(-2).values.flip(-2).bool()
 
 
 def _rows_of(layer: LayerCall) -> Callable[[int, Tensor], Tensor]:

@@ -3,7 +3,7 @@
 The terms are from 2606.08105, of which only the abstract was available: "nop sinks exhibit negligible value norms;
 broadcast sinks induce low-rank outputs". The definitions and thresholds below are therefore ours:
 
-    share            mean over queries t of A_t,sink / sum_s A_ts          a sink if above SHARE
+    share            mean over queries t of A_t,sink / sum_s A_ts          a sink if above SINK_EPS
     value_norm       |v_sink| / mean over other s of |v_s|                 nop if at most NEGLIGIBLE
     output_share     mean_t |A_t,sink v_sink| / mean_t |o_t|               broadcast if at least LARGE, and
     effective_rank   exp(-sum_i p_i log p_i), p_i = s_i^2 / sum_j s_j^2    at most LOW * V
@@ -27,13 +27,13 @@ from sinklab.assessing.part import AssessPart, AssessText, PartFigure, PartJob, 
 from sinklab.assessing.reading import PairedReader, Step, refused
 from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
+from sinklab.measuring.options import SINK_EPS
 from sinklab.models.adapter import Adapter
 from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
 
 HeadKind = Literal["no sink", "nop", "between", "broadcast"]
 
-SHARE = 0.3
 NEGLIGIBLE = 0.25
 LARGE = 0.5
 LOW = 0.25
@@ -71,7 +71,6 @@ class Heads(AssessPart):
     """
 
     name = "heads"
-    rank = 7
     question = "What do heads with a sink do?"
 
     sink: Literal["bias", "first position", "bias or first position"]
@@ -210,7 +209,7 @@ def effective_rank(gram_VV: Tensor) -> float:
 
 def kind_of(share: float, value_norm: float, output_share: float, rank_share: float) -> HeadKind:
     """Classify a head by the thresholds in this module; `rank_share` is its effective rank divided by V."""
-    if share <= SHARE:
+    if share <= SINK_EPS:
         return "no sink"
     if value_norm <= NEGLIGIBLE:
         return "nop"

@@ -20,7 +20,7 @@ One of these sets of keys is selected for each query t:
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -76,7 +76,6 @@ class KeyAblations(AssessPart):
     """
 
     name = "key_ablations"
-    rank = 6
     question = "Does the model need its attention to the sink?"
     loss_without_sink = "key_ablations"
     numbers = (
@@ -105,20 +104,26 @@ class KeyAblations(AssessPart):
     def rows(self) -> Iterator[PartRow]:
         """The answers are all ablations of the bias and the sink except shifts, and the control keys hidden."""
         yield self.unchanged_row()
-        first = "first key" if self.sink_keys == 1 else f"first {self.sink_keys} keys"
-        names = {"bias": "learned bias", "sink": first}
+        names = {"bias": "learned bias", "sink": f"first {self.noun_of(self.sink_keys, 'key')}"}
         for number, one in enumerate(self.keys):
-            name, keys = names.get(one.keys, f"as many {one.keys} keys"), one.keys
-            hidden, spread, zeroed = dict[str, Any](answer=f"{name} hidden"), dict[str, Any](), dict[str, Any]()
-            if keys in names:
-                spread["answer"] = f"attention to the {name} spread over others"
-                zeroed["answer"] = f"value of the {name} zeroed"
-            if number == 0:  # the bias, if any
-                hidden |= {"lost": f"with the {name} hidden", "numbers": ["sink_hidden_added"]}
-                spread["lost"] = "with its attention spread over the other keys"
-            yield self.row(f"{keys}: hidden", one.hidden, f"share {100 * one.share:.1f} %", **hidden)
-            yield self.row(f"{keys}: spread", one.spread, **spread)
-            yield self.row(f"{keys}: value zeroed", one.value_zeroed, **zeroed)
+            keys, is_sink, leads = one.keys, one.keys in names, number == 0  # the first is the bias, if any
+            name = names.get(keys, f"as many {keys} keys")
+            yield self.row(
+                f"{keys}: hidden",
+                one.hidden,
+                f"share {100 * one.share:.1f} %",
+                answer=f"{name} hidden",
+                lost=f"with the {name} hidden" if leads else "",
+                numbers=["sink_hidden_added"] if leads else [],
+            )
+            yield self.row(
+                f"{keys}: spread",
+                one.spread,
+                answer=f"attention to the {name} spread over others" if is_sink else "",
+                lost="with its attention spread over the other keys" if leads else "",
+            )
+            zeroed = f"value of the {name} zeroed" if is_sink else ""
+            yield self.row(f"{keys}: value zeroed", one.value_zeroed, answer=zeroed)
             yield from (self.row(f"{keys}: logit {by:+g}", one) for one in one.shifted if (by := one.by) is not None)
 
     def figure(self) -> PartFigure:
@@ -128,7 +133,7 @@ class KeyAblations(AssessPart):
         return PartFigure(
             "Ablation of the sink",
             f"Loss added to {self.unchanged.loss:.3f} by shifting the logits of the sink's "
-            f"{self.counted(self.sink_keys, 'key')}, and of the same number of recent and random keys as controls; "
+            f"{self.noun_of(self.sink_keys, 'key')}, and of the same number of recent and random keys as controls; "
             "a negative shift reduces the attention to the keys.",
             rows,
             PlotAxis("Shift of the logits", "x", "shift", format="+~g"),

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 
 from sinklab.assessing.part import AssessPart, AssessText, DrawnEffect, Effect, PartFigure, PartJob, PartNumber, PartRow
 from sinklab.assessing.parts.quantisation import linear_maps
-from sinklab.assessing.parts.writer import EPS, feed_forward
+from sinklab.assessing.parts.writer import feed_forward
 from sinklab.assessing.reading import (
     DRAWS,
     LOG_PROBABILITIES_KEPT,
@@ -63,6 +63,7 @@ from sinklab.assessing.settings import CACHE_GROUP, AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
 from sinklab.errors import InputError
+from sinklab.measuring.options import SINK_EPS
 from sinklab.measuring.statistics.secondary import ENOUGH
 from sinklab.models.adapter import Adapter
 from sinklab.models.families import LATENT_WIDTH, text_config
@@ -118,7 +119,6 @@ class KVCache(AssessPart):
     """
 
     name = "kv_cache"
-    rank = 8
     question = "Does the sink increase the loss of a quantised KV cache?"
     on_request = True
     numbers = (
@@ -167,7 +167,7 @@ class KVCache(AssessPart):
 
     def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
-        spared, fewest = f"first {self.counted(self.sink_positions, 'token')}", min(one.bits for one in self.settings)
+        spared, fewest = f"first {self.noun_of(self.sink_positions, 'token')}", min(one.bits for one in self.settings)
         for one in self.settings:
             bits, due = f"{one.bits} bits", f"due to the sink {one.due_to_sink:+.4f}"
             numbers = [f"cache_{one.bits}_bits_added", "cache_added"][: 2 if one.bits == fewest else 1]
@@ -214,8 +214,8 @@ class KVCache(AssessPart):
             "Rounding the KV cache",
             f"Loss added to {self.unchanged.loss:.3f} by rounding keys per channel and values per token, in groups of "
             f"{CACHE_GROUP} (KIVI, 2402.02750): at all positions, at all but the first "
-            f"{self.counted(self.sink_positions, 'position')}, at all but outlier tokens (2410.05265), at all but "
-            f"sinks (importance above {EPS}){self._recent}.",
+            f"{self.noun_of(self.sink_positions, 'position')}, at all but outlier tokens (2410.05265), at all but "
+            f"sinks (importance above {SINK_EPS}){self._recent}.",
             rows,
             PlotAxis("Bits", "x", "bits", order=sorted({one.bits for one in self.settings})),
         )
@@ -229,7 +229,7 @@ def named_positions(found: Sequence[Sequence[int]]) -> str:
     return f"position{'s' * (len(counts) > 1)} {', '.join(named)}" if counts else "no position"
 
 
-def rounded(x: Tensor, axis: int, bits: int, spared: Tensor) -> Tensor:
+def rounded_in_groups(x: Tensor, axis: int, bits: int, spared: Tensor) -> Tensor:
     """Round x to `bits` bits in groups of 32 along an axis; entries where `spared` is True are left as they are."""
     x_XI, spared_XI = x.movedim(axis, -1), spared.expand_as(x).movedim(axis, -1)
     width = x_XI.shape[-1]
@@ -269,8 +269,8 @@ class RoundedCache:
         left_GS1 = spared_S.to(k_BGSD.device)[None, :, None]
         if chosen_G is not None:
             left_GS1 = left_GS1 | ~chosen_G[:, None, None]
-        layer = layer.changed(k_BGTD=rounded(k_BGSD, 2, self.bits, left_GS1))
-        return replace(layer, value_BGSV=rounded(v_BGSV, 3, self.bits, left_GS1))
+        layer = layer.changed(k_BGTD=rounded_in_groups(k_BGSD, 2, self.bits, left_GS1))
+        return replace(layer, value_BGSV=rounded_in_groups(v_BGSV, 3, self.bits, left_GS1))
 
     def output(self, layer: LayerCall) -> Tensor:
         """Compute the attention output with the rounded cache: (B, H, T, V).
@@ -407,9 +407,9 @@ def outliers_and_sinks(reader: PairedReader) -> tuple[Spared | None, Spared]:
 
     def observe(layer: LayerCall) -> None:
         alpha = layer.importance()
-        sink_S[first:] |= (alpha.positions_BHT > EPS).any(1)[0].cpu() & listed_T
+        sink_S[first:] |= (alpha.positions_BHT > SINK_EPS).any(1)[0].cpu() & listed_T
         if alpha.bias_BH is not None:  # a bias alone has no position
-            sink_S[:first] |= bool((alpha.bias_BH > EPS).any())
+            sink_S[:first] |= bool((alpha.bias_BH > SINK_EPS).any())
 
     hooks = (one.register_forward_pre_hook(entering) for one in last_linear_layers(reader.adapter))
     with hooked(hooks), intercept(reader.adapter, observe=observe):

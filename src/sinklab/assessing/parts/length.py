@@ -42,7 +42,6 @@ class LossByLength(AssessPart):
     """Loss by bucket of target positions; `context` is the context length of the model in tokens."""
 
     name = "length"
-    rank = 5
     question = "Can the model read beyond its context?"
     long_text = True
     numbers = (

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartRow
-from sinklab.assessing.reading import PairedReader, Step, refused
+from sinklab.assessing.reading import PairedReader, Step, refused, seen_by_key_heads
 from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
@@ -65,7 +65,6 @@ class PromptCache(AssessPart):
     """
 
     name = "prompt_cache"
-    rank = 4
     question = "Which keys of a prompt must be kept?"
 
     prompt: int
@@ -137,7 +136,7 @@ class PromptKeys:
             raise InputError("queries attend to later keys, so the prompt cannot be read alone")
         B, groups, L, _ = layer.call.k_BGTD.shape
         P = layer.leading + (L - layer.leading) // 2
-        needed_BGP = self._seen_later(layer, P).expand(B, groups, P)
+        needed_BGP = seen_by_key_heads(layer, P, P).any(-2).expand(B, groups, P)
         score_BGP = self.score(layer.cut(P)).masked_fill(~needed_BGP, -torch.inf)
         kept_BGP = torch.zeros_like(needed_BGP).scatter(-1, score_BGP.topk(self.budget, -1).indices, True)
         kept_BGP &= score_BGP > -torch.inf
@@ -146,14 +145,6 @@ class PromptKeys:
         seen_BGLL = torch.ones(B, groups, L, L, dtype=torch.bool, device=kept_BGP.device).tril()
         seen_BGLL[:, :, P:, :P] = kept_BGP[:, :, None]
         return layer.masked(Dense(seen_BGLL.repeat_interleave(layer.call.q_BHTD.shape[1] // groups, 1)))
-
-    @staticmethod
-    def _seen_later(layer: LayerCall, P: int) -> Tensor:
-        """Return True where some query after the prompt sees the key: (B or 1, G or 1, P)."""
-        mask, groups = layer.call.mask, layer.call.k_BGTD.shape[1]
-        seen = mask.block(P, layer.length, 0, P, layer.call.k_BGTD.device).any(-2)
-        seen_BHP = seen.expand(*mask.sizes, P)
-        return seen_BHP if seen_BHP.shape[1] == 1 else seen_BHP.unflatten(1, (groups, -1)).any(2)
 
 
 def latest(prompt: LayerCall, first: int = 0) -> Tensor:

@@ -66,7 +66,6 @@ class Pruning(AssessPart):
     """
 
     name = "pruning"
-    rank = 9
     question = "Can the heads with a sink be removed?"
     on_request = True
     numbers = (
@@ -104,7 +103,7 @@ class Pruning(AssessPart):
         yield self.unchanged_row()
         names = {SINK_FIRST: ["sink_heads_pruned_added"], RANDOM: ["random_heads_pruned_added"]}
         for one in (*self.orders, *self.kinds):
-            heads, ordered = self.counted(one.heads, "head"), one in self.orders
+            heads, ordered = self.noun_of(one.heads, "head"), one in self.orders
             tenth = ordered and one.share == SHOWN_SHARE
             yield self.row(
                 f"{one.order}, {f'{100 * one.share:.0f} %' if ordered else heads} removed",

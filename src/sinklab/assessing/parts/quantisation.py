@@ -146,7 +146,6 @@ class Quantisation(AssessPart):
     """
 
     name = "quantisation"
-    rank = 2
     question = "Does the sink increase the loss of low-bit quantisation?"
     numbers = (
         PartNumber(
@@ -209,7 +208,7 @@ class Quantisation(AssessPart):
         return PartFigure(
             "Quantisation with and without the sink",
             f"Loss added to {self.unchanged.loss:.3f} by simulated quantisation of all tokens, and with the first "
-            f"{self.counted(self.sink_positions, 'token')} in full precision and excluded from the scales.",
+            f"{self.noun_of(self.sink_positions, 'token')} in full precision and excluded from the scales.",
             rows,
             PlotAxis(LOSS_ADDED, "x", "nats per token"),
             PlotAxis("", "y", "setting", order=[one.name for one in self.settings]),
@@ -449,7 +448,7 @@ def quantised_inputs(
         # q, k and v often share an input, as do gate and up: the last result is reused unless x was modified in place
         if last is None or x is not last[0] or x._version != last[1] or (largest is not None and largest != last[2]):
             rest_BTI = rotated(x_BTI[:, spared:]) if setting.rotate else x_BTI[:, spared:]
-            rounded_BTI = _rounded(rest_BTI, setting.activations, largest)
+            rounded_BTI = _rounded_inputs(rest_BTI, setting.activations, largest)
             last = x, x._version, largest, torch.cat((exact[module], rounded_BTI), 1).view_as(x)
         return (last[-1],)
 
@@ -487,7 +486,7 @@ def _unflattening(maps: Sequence[LinearMap]) -> Iterator[Callable[[Tensor], Tens
         yield unflattened
 
 
-def _rounded(x_BTI: Tensor, kind: Activations, largest: Tensor | None) -> Tensor:
+def _rounded_inputs(x_BTI: Tensor, kind: Activations, largest: Tensor | None) -> Tensor:
     """Round activations; `largest` is that of the calibration, for static scales."""
     if kind == "full" or not x_BTI.numel():
         return x_BTI

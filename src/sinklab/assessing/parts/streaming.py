@@ -55,7 +55,6 @@ class Streaming(AssessPart):
     """
 
     name = "streaming"
-    rank = 1
     question = "Can the model stream without the sink?"
     loss_without_sink = "streaming with --keep 0 and 4"
     numbers = (

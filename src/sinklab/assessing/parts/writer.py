@@ -53,6 +53,7 @@ from sinklab.assessing.super_weights import (
 )
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError
+from sinklab.measuring.options import SINK_EPS
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import (
     NO_BLOCKS,
@@ -69,7 +70,6 @@ from sinklab.schema import ReadDocument
 
 OTHER_MODULES = re.compile("attn|attention|mamba|mixer|conv|temporal|norm")  # token mixers, and norms with a gate
 STRONGEST_NEURONS = 8
-EPS = 0.3  # importance of the first position above which a head has a sink there
 WEIGHT = "single weight"
 Sublayer = Literal["attention", "feed-forward"]
 
@@ -156,7 +156,6 @@ class Writer(AssessPart):
     """
 
     name = "writer"
-    rank = 10
     question = "Does the model need its massive activation?"
     numbers = (
         PartNumber(
@@ -395,7 +394,7 @@ def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
     owner, _, leaf = here.name.rpartition(".")
     down = owner if len(maps) == 1 and chosen.expert is None and leaf == "weight" else None
     reader = PairedReader(adapter, tokens_NT, step)
-    magnitude = here.weight.detach().abs().clone()
+    magnitude = here.weight.detach().abs()
     magnitude.movedim(here.axis, 0)[channel] = 0
     largest = torch.unravel_index(magnitude.argmax(), magnitude.shape)
     changes: dict[str, AbstractContextManager[None]] = {
@@ -486,7 +485,7 @@ def _zeroed(
         largest.append(x_BSE.abs().amax(-1).float().cpu())
 
     def observe(layer: LayerCall) -> None:
-        above.append((first_importance(layer) > EPS).flatten().cpu())
+        above.append((first_importance(layer) > SINK_EPS).flatten().cpu())
 
     adapter = reader.adapter
     with change, intercept(adapter, observe=observe), residual_stream(adapter.blocks, stream):
