@@ -84,10 +84,6 @@ def _watched(watch: Any) -> list[Tensor]:
     return [layer.importance_BHT for layer in watch.layers]
 
 
-def _tensors(layer: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(layer).items() if isinstance(value, (Tensor, tuple))}
-
-
 def _each(case: Callable[[Any], Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
     """Return the result of a case for every model, by name; if it raises an error, the name of the error's type."""
     found: dict[str, Any] = {}
@@ -178,9 +174,8 @@ def nested() -> Any:
             with _or_error(found, ablation), sinklab.probe(model) as outer:
                 found[ablation] = _measured(model, TOKENS, eps=0.1, ablate=[ablation], perturb=3)
                 found[f"around_{ablation}"] = _watched(outer)
-        with _or_error(found, "lengths"), sinklab.probe(model, lengths=[5, 9]) as watch:
-            model(TOKENS)
-            found["lengths"] = [_tensors(layer) for layer in watch.layers]
+        with _or_error(found, "lengths"):
+            found["lengths"] = _measured(model, TOKENS, lengths=[5, 9])
         return found
 
     return _each(case)

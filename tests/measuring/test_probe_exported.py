@@ -115,8 +115,6 @@ def test_padding_on_either_side_is_in_no_record(name: str, tokenizer: Path) -> N
     with sinklab.probe(model) as watch:
         model(tokens_BT, attention_mask=mask_BT)
     check(model, watch, [row[keep.bool()] for row, keep in zip(tokens_BT, mask_BT, strict=True)])
-    assert watch.real is not None
-    assert torch.equal(watch.real.mask_BT, mask_BT.bool())
 
 
 @torch.no_grad()

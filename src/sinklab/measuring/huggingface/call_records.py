@@ -51,7 +51,7 @@ class LayerTotals:
         prefixes: alpha (B, H, length) of the sequences truncated to each requested length.
     """
 
-    def __init__(self, leading: int = 0) -> None:
+    def __init__(self, leading: int) -> None:
         self.prefixes: tuple[Tensor, ...] = ()
         self._leading = leading
         self._sums: dict[str, Tensor] = {}  # over the queries of all passes, by name
@@ -169,8 +169,6 @@ class CallRecords(Recorder):
             if self._native:
                 return None  # the inner transformer was called directly
             raise SinklabError("only a submodule of the probed model was called: call model(...)")
-        if self._lengths and layer.call.q_BHTD.requires_grad:
-            raise SinklabError("importance at truncated lengths is computed without gradients: use torch.no_grad()")
         apart = not self._lengths and (torch.is_grad_enabled() or layer.call.q_BHTD.is_cuda)
         one_pass = layer.library is not None and not apart
         with torch.no_grad():

@@ -32,9 +32,7 @@ from sinklab.models.huggingface.forward_call import CACHE, cache_field, named_ar
 class MatrixRecords(Recorder):
     """Recorder that computes importance from the attention matrices that the model returns; supports no KV cache."""
 
-    def __init__(
-        self, model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsCollector | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, lengths: Sequence[int], details: DetailsCollector | None) -> None:
         super().__init__(model, attention_layers(model.config), lengths, details)
         self.backends = {"eager"}
         self._drops_cache = False  # whether the caller passed use_cache=False
@@ -118,7 +116,7 @@ class MatrixRecords(Recorder):
 
 @contextmanager
 def matrix_records(
-    model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsCollector | None = None
+    model: PreTrainedModel, lengths: Sequence[int], details: DetailsCollector | None
 ) -> Iterator[MatrixRecords]:
     """Record attention as `probe` does, with the same errors, for a model that bypasses the attention interface."""
     watch = MatrixRecords(model, lengths, details)

@@ -65,9 +65,7 @@ def generating(model: PreTrainedModel, watch: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def probe(
-    model: PreTrainedModel, lengths: Sequence[int] = (), details: DetailsCollector | None = None
-) -> Iterator[Recorder]:
+def probe(model: PreTrainedModel) -> Iterator[Recorder]:
     """Record the attention that each token receives in every forward pass of `model` in the `with` block.
 
     The attribute `layers` of the yielded recorder has a `LayerRecord` per attention layer, with importance and key and
@@ -82,21 +80,18 @@ def probe(
 
     Args:
         model: Hugging Face causal language model, or an exported sinklab model.
-        lengths: increasing lengths. The importance of the sequences truncated to each of them is recorded too. Forward
-            passes must then have whole sequences of at least the last length, without padding and without gradients.
-        details: collector that also receives every layer, in forward passes of whole sequences.
 
     Raises:
         SinklabError: if another thread probes the model. In a forward pass, if the attention of some layer cannot be
-            recorded, only a submodule was called, `lengths` are used with gradients, or the KV cache was started before
-            the probe, was cropped or reordered, or is not supported (static; matrix_records.py). In `generate`, if the
-            generation mode is not supported.
+            recorded, only a submodule was called, or the KV cache was started before the probe, was cropped or
+            reordered, or is not supported (static; matrix_records.py). In `generate`, if the generation mode is not
+            supported.
         InputError: if the model is not a Hugging Face model or its weights are on the meta device. In a forward pass,
             if the attention mask is not a padding mask.
     """
     check_causal_lm(model)
     adapter = NativeAdapter(cast("Transformer", model.transformer)) if is_exported(model) else adapt(model)
-    with adapter_records(model, adapter, lengths, details) as watch, generating(model, watch):
+    with adapter_records(model, adapter, (), None) as watch, generating(model, watch):
         yield watch
 
 
@@ -109,6 +104,9 @@ def adapter_records(
     Args:
         model: model whose forward passes are recorded.
         adapter: adapter of the model, or of the inner transformer of an exported model.
+        lengths: increasing lengths. The importance of the sequences truncated to each of them is recorded too. Forward
+            passes must then have whole sequences of at least the last length, without padding and without gradients.
+        details: collector that also receives every layer, in forward passes of whole sequences.
     """
     with probed_alone(model):
         recording = call_records(model, adapter, lengths, details) if adapter.dispatches else None

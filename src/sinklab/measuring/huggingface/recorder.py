@@ -45,7 +45,7 @@ class Recorder(ABC):
         self._model, self._lengths, self._details = model, tuple(lengths), details
         self._signature = inspect.signature(model.forward)
         self._expected = expected
-        self._done: list[tuple[RealTokens, list[LayerRecord]]] = []  # completed sequences
+        self._done: list[list[LayerRecord]] = []  # of completed sequences
         self._tokens_BT: Tensor | None = None
         self._real: RealTokens | None = None
         self._paused = self._whole = False
@@ -65,18 +65,8 @@ class Recorder(ABC):
 
         Values past the end of a sequence are 0.
         """
-        batches = [layers for layers in (*(layers for _, layers in self._done), self._latest()) if layers]
+        batches = [layers for layers in (*self._done, self._latest()) if layers]
         return [_joined(parts) for parts in zip(*batches, strict=True)]
-
-    @property
-    def real(self) -> RealTokens | None:
-        """Positions of the real tokens in all sequences; None before the first pass."""
-        batches = [real for real in (*(real for real, _ in self._done), self._real) if real is not None]
-        if not batches:
-            return None
-        longest = max(real.mask_BT.shape[1] for real in batches)
-        padded = [F.pad(real.mask_BT, (0, longest - real.mask_BT.shape[1])) for real in batches]
-        return real_tokens(torch.cat([mask_BT.to(padded[0].device) for mask_BT in padded]))
 
     def clear(self) -> None:
         """Discard all records."""
@@ -98,8 +88,8 @@ class Recorder(ABC):
         kept = 0 if cache is None else int(cache.get_seq_length())
         if not kept:
             layers = self._latest() if self._whole else []  # the last pass may have failed
-            if self._real is not None and layers and not _continued(self._tokens_BT, tokens_BT):
-                self._done.append((self._real, layers))
+            if layers and not _continued(self._tokens_BT, tokens_BT):
+                self._done.append(layers)
             self._tokens_BT, self._real, self._seen = tokens_BT, None, 0
             self._drop_latest()
         elif kept > self._seen:
