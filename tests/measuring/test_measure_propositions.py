@@ -204,7 +204,7 @@ def test_the_rotary_bound_is_the_one_of_the_largest_product() -> None:
 def test_attention_of_which_the_paper_proves_nothing_is_measured_without_the_check(attention: dict[str, Any]) -> None:
     model = _ours("rotary", **attention)
     with pytest.raises(InputError, match="causal softmax attention without biases"):
-        check_propositions(adapt(model), [3])
+        check_propositions(adapt(model), [3], length=64)
     measured = sinklab.measure(model, repeated_tokens(40, sequences=2, length=9), inputs="repeat")
     assert measured.propositions is None
     assert any("were not checked" in note for note in measured.notes)
@@ -213,7 +213,7 @@ def test_attention_of_which_the_paper_proves_nothing_is_measured_without_the_che
 @pytest.mark.parametrize("family", ["jamba, one attention layer of two", "falcon", "gpt-oss, sinks and window 5"])
 def test_types_whose_positions_are_not_known_are_refused(family: str) -> None:
     with pytest.raises(InputError, match="is not known"):
-        check_propositions(adapt(pair_of(family)[0]), [3])
+        check_propositions(adapt(pair_of(family)[0]), [3], length=64)
 
 
 def test_a_mask_without_padding_changes_nothing() -> None:

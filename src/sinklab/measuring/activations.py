@@ -61,9 +61,7 @@ def largest_activations(blocks: Sequence[nn.Module], real: RealTokens) -> Iterat
     """
     found: list[MassiveActivation] = []
     seen: list[Tensor] = []
-    first, count = 0, real.mask_BT.shape[1]
-    if real.padded:
-        first, count = int(real.index_BR[0, 0]), int(real.count_B[0])
+    first, count = int(real.index_BR[0, 0]), int(real.count_B[0])
 
     def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         if len(seen) < len(blocks):

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Self
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor
 
 from sinklab.attention.importance import Rows
@@ -43,7 +43,7 @@ class Explored(WithArrays):
     tokens: list[int]
     texts: list[str] | None = None
     heads: list[Head]
-    attention: Annotated[Array, Axes("PSS")] = Field()
+    attention: Annotated[Array, Axes("PSS")]
 
     @model_validator(mode="after")
     def _shapes_agree(self) -> Self:

@@ -3,7 +3,6 @@
 from pydantic import Field, FiniteFloat
 
 from sinklab.measuring.activations import MassiveActivation
-from sinklab.measuring.statistics.highest import highest_rate
 from sinklab.model.position import PositionKind
 from sinklab.schema import Part
 
@@ -49,8 +48,8 @@ class Ablation(Part):
     @property
     def highest_after(self) -> str:
         """Highest sink rate in percent with the ablation at positions 1 to T / 2, and its position: `76.8 at 2`."""
-        found = highest_rate(self.sink_rate)
-        return "" if found is None else f"{found[1]:.1f} at {found[0]}"
+        rate = self.sink_max_after
+        return "" if rate is None else f"{rate:.1f} at {self.sink_max_position_after}"
 
     @property
     def sentences(self) -> list[str]:

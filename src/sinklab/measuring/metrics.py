@@ -3,8 +3,6 @@
 N or B sequences, L layers, H heads, T positions. Arrays are 0-based; position 1 of the paper is index 0.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -50,8 +48,3 @@ def first_to_rest(norm_LT: Tensor) -> Tensor:
     """
     first_L, rest_L = norm_LT[..., 0], norm_LT[..., 1:].mean(-1)
     return torch.where((first_L == 0) & (rest_L == 0), 1.0, first_L / rest_L)
-
-
-def stacked(parts: Sequence[Tensor]) -> Tensor:
-    """Stack tensors, which may be on different devices, on the device of the first."""
-    return torch.stack([part.to(parts[0].device) for part in parts])

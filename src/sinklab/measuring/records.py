@@ -14,7 +14,6 @@ from sinklab.attention.real_tokens import RealTokens
 from sinklab.device import on_host
 from sinklab.errors import SinklabError
 from sinklab.measuring.mask_coverage import View, view_of
-from sinklab.measuring.metrics import stacked
 from sinklab.measuring.statistics.collecting import BatchDetails, DetailsCollector
 from sinklab.measuring.statistics.statistic_base import Angles
 from sinklab.models.hooks import token_norms
@@ -136,15 +135,20 @@ def batch_of(
             f"the layers have {min(heads)} to {max(heads)} heads, and a measurement needs the same number in every "
             "layer: use sinklab.probe, whose records are by layer"
         )
-    recorded = combined(layers, stacked)
+    recorded = combined(layers, _stacked)
     prefixes = recorded.pop("prefixes")
     places = {
         "hidden_BT": [real.align(norm_BT) for norm_BT in hidden],
         "leading_B": [norm_BT[:, 0] for norm_BT in hidden if leading],
         "before_BT": [real.align(norm_BT) for norm_BT in before],
     }
-    recorded |= {name: stacked(parts) for name, parts in places.items() if parts}
+    recorded |= {name: _stacked(parts) for name, parts in places.items() if parts}
     return Batch(recorded, real.valid_BR, *loss, prefixes, [layer.view for layer in layers], details)
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Stack tensors, which may be on different devices, on the device of the first."""
+    return torch.stack([part.to(parts[0].device) for part in parts])
 
 
 class NativeRecords:

@@ -54,12 +54,11 @@ FAMILIES = {
     "falcon": Family(alibi_twice=True),
     "gpt_neo": Family(local_layers="attention_layers"),
 }
-CONVENTIONAL = Family()
 
 
 def family_of(model: Any) -> Family:
-    """Return the family of a Hugging Face model; `CONVENTIONAL` for model types that `FAMILIES` does not list."""
-    return FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""), CONVENTIONAL)
+    """Return the family of a Hugging Face model; `Family()` for model types that `FAMILIES` does not list."""
+    return FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""), Family())
 
 
 def alibi_exponent(config: Any) -> int:

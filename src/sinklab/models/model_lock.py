@@ -2,21 +2,22 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from sinklab.errors import SinklabError
 
-Locks = WeakKeyDictionary[nn.Module, "threading.RLock"]  # type: ignore[valid-type]
+Locks = WeakKeyDictionary[nn.Module, Any]  # reentrant locks by model
 
 _guard = threading.Lock()
 _measured: Locks = WeakKeyDictionary()
 _probed: Locks = WeakKeyDictionary()
 
 
-def measured_in_turn(model: nn.Module) -> "threading.RLock":  # type: ignore[valid-type]
+def measured_in_turn(model: nn.Module) -> AbstractContextManager[Any]:
     """Return the reentrant lock that a thread holds while it measures the model."""
     return _lock(_measured, model)
 
@@ -41,6 +42,6 @@ def probed_alone(model: nn.Module) -> Iterator[None]:
         lock.release()
 
 
-def _lock(locks: Locks, model: nn.Module) -> "threading.RLock":  # type: ignore[valid-type]
+def _lock(locks: Locks, model: nn.Module) -> Any:
     with _guard:
         return locks.setdefault(model, threading.RLock())

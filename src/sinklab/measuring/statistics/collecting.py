@@ -72,17 +72,17 @@ def layer_details(
             layer.pairs_BHT[:, :, block.keys] += block.cosine_and_seen[1].sum(-2)
         for statistic, sums_BHX in sums.values():
             statistic.read(block, sums_BHX)
-        draw(maps, block)
+        _draw(maps, block)
     assert layer is not None
     return {name: statistic.mean(sums_BHX, layer) for name, (statistic, sums_BHX) in sums.items()}, maps
 
 
-def draw(sums: Mapping[int, Tensor], block: ScoreBlock) -> None:
+def _draw(sums: Mapping[int, Tensor], block: ScoreBlock) -> None:
     """Add a block of queries to the maps of its layer; entries of masked keys stay 0.
 
     Args:
         sums: maps by head, 0-based: attention, cosine and norm product (3, R, R). If queries are not available, only
-            the attention is added, and the shape may be (1, R, R).
+            the attention is added.
     """
     part, layer = block.part, block.layer
     for head, sums_KRR in sums.items():
@@ -203,7 +203,7 @@ class DetailsCollector:
         return BatchDetails(
             layers=layers,
             stream={name: torch.stack([place[name].cpu() for place in self._hidden]) for name in known},
-            tokens_BR=align(tokens_BT),
+            tokens_BR=align(tokens_BT).cpu(),
             maps={(layer, head): self._layers[layer - 1][1][head - 1] for layer, head in self.maps},
         )
 

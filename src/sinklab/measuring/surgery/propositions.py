@@ -111,7 +111,7 @@ def in_float32(adapter: Adapter) -> Iterator[None]:
             tensor.data = before
 
 
-LENGTH = 64  # default length of the check; whole matrices are stored
+LENGTH = 64  # maximum length of the check; whole matrices are stored
 NUMBERS: dict[PositionKind, int] = {"none": 1, "relative": 2, "t5": 2, "alibi": 3, "rotary": 4}
 STATEMENTS = {
     1: "on a repeated token, attention is 1/t on every key",
@@ -122,7 +122,7 @@ STATEMENTS = {
 }
 
 
-def check_propositions(adapter: Adapter, tokens: Sequence[int], length: int = LENGTH) -> Propositions:
+def check_propositions(adapter: Adapter, tokens: Sequence[int], length: int) -> Propositions:
     """Compute the model's deviation from the proposition on its positional embedding, in float32 if possible.
 
     Args:

@@ -166,12 +166,9 @@ def check_memory(file: Gguf, dtype: torch.dtype, device: torch.device) -> None:
         )
 
 
-def is_unpacked(model: "PreTrainedModel") -> bool:
-    """Return True if the weights of a model from a GGUF file are dequantised."""
-    return not any(hasattr(module, "ggml_type") for module in model.modules())
-
-
 def weights_quantised(model: "PreTrainedModel") -> str | None:
     """Return the quantisation method of the weights in memory; None without one, and for dequantised GGUF weights."""
     method = quantisation(model.config)
-    return None if method == "gguf" and is_unpacked(model) else method
+    if method == "gguf" and not any(hasattr(module, "ggml_type") for module in model.modules()):
+        return None  # dequantised
+    return method

@@ -47,7 +47,7 @@ def forward_loss(
     at_once = LOGITS_AT_ONCE_CUDA if tokens_BT.is_cuda else LOGITS_AT_ONCE
     pieces = math.ceil(vocabulary_size(model) * tokens_BT.numel() / at_once)
     if pieces == 1 or not has_piecewise_logits(model):
-        return summed_loss(model(tokens_BT, **arguments).logits, wanted_BT), number
+        return cross_entropy_sum(model(tokens_BT, **arguments).logits, wanted_BT), number
     total = 0.0
     with ExitStack() as stack:
         parts = [stack.enter_context(fixed_output(part)) for part in bodies(model)]
@@ -59,11 +59,13 @@ def forward_loss(
         for start in range(0, tokens_BT.shape[1] - 1, few):
             stop = min(start + few, tokens_BT.shape[1] - 1)
             keep = torch.arange(start, stop, device=tokens_BT.device)
-            total += summed_loss(model(tokens_BT, **arguments, logits_to_keep=keep).logits, wanted_BT[:, start:stop])
+            total += cross_entropy_sum(
+                model(tokens_BT, **arguments, logits_to_keep=keep).logits, wanted_BT[:, start:stop]
+            )
     return total, number
 
 
-def summed_loss(logits_BTV: Tensor, wanted_BT: Tensor) -> float:
+def cross_entropy_sum(logits_BTV: Tensor, wanted_BT: Tensor) -> float:
     """Return the cross-entropy in nats, summed over all targets `wanted_BT` that are not IGNORED.
 
     It is computed in float32 (float64 for float64 logits) and in chunks of positions. This avoids a float32 copy of all
