@@ -81,8 +81,8 @@ def test_a_run_named_like_a_control_sequence_does_not_steer_the_terminal() -> No
 @pytest.mark.parametrize("width", [60, 80])
 def test_the_sizes_of_the_families_are_not_cut(width: int) -> None:
     sizes = [
-        Size("EleutherAI/pythia-12b", "pythia", 11_846_072_320, "list", 23.69, 47.38, 23.69, 92.47, 77.00),
-        Size("ai21labs/AI21-Jamba-1.5-Mini", "jamba", 51_570_000_000, "list", 103.14, 206.28, 103.14, 407.92, None),
+        Size("EleutherAI/pythia-12b", "pythia", 11_846_072_320, 23.69, 47.38, 23.69, 92.47, 77.00),
+        Size("ai21labs/AI21-Jamba-1.5-Mini", "jamba", 51_570_000_000, 103.14, 206.28, 103.14, 407.92, None),
     ]
     narrow = shown(width, lambda console: print_sizes(sizes, "auto", console))
     for number in ("92.47", "407.92", "206.28", "77.00"):

@@ -10,7 +10,7 @@ from hellaswag_files import hellaswag_file, sheep_items
 from tiny_models import text_file, tiny_model
 
 from sinklab.experiments.documents import CellEstimate, CellRun, CellSummary, ExperimentSummary
-from sinklab.report.sweep_figures import against
+from sinklab.report.sweep_figures import quantity_scatter
 from sinklab.tables import SINK_1
 
 OWN = """
@@ -103,7 +103,7 @@ def drawn(cells: dict[str, CellSummary]) -> dict[str, Any] | None:
     experiment = ExperimentSummary(
         cells=list(cells), against=["sink_1", "accuracy_norm"], families={"a-1b/x": "a", "a-2b/x": "a"}
     )
-    chart = against(cells, experiment)
+    chart = quantity_scatter(cells, experiment)
     return None if chart is None else chart.to_dict()
 
 
