@@ -140,7 +140,7 @@ def test_the_command_ends_with_status_1_and_a_sentence(data: Path, tmp_path: Pat
     rest = process.stderr.read()
     assert process.wait() == 1
     assert rest.count("error:") == 1
-    assert f"{data / 'train.bin'} was truncated" in rest or f"{data / 'train.bin'} has 0 bytes where" in rest
+    assert f"{data / 'train.bin'} was truncated" in rest or f"{data / 'train.bin'} has 0 bytes, expected" in rest
     assert "Traceback" not in rest
 
 
