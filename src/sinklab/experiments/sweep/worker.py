@@ -98,7 +98,7 @@ def _recorded_without_checkpoint(planned: PlannedRun) -> bool:
     recipe = planned.read_recipe()
     with lock_run(directory):
         if record_of(directory, planned.hash) is None:
-            _record_from_files(directory, planned.hash, recipe)
+            _record(directory, recipe, hash=planned.hash, status="done", step=recipe.train.steps)
     return True
 
 
@@ -186,27 +186,11 @@ def _record_end(trainer: Trainer, diverged: DivergedError | None, memory: _PeakM
             status="failed" if diverged else "done",
             message=str(diverged or ""),
             step=trainer.state.step,
-            steps=recipe.train.steps,
-            triples=recipe.metric.sequences * len(recipe.model.attention_layers) * recipe.model.heads,
             peak_memory_mb=peak_memory_mb,
             kurtosis=max(kurtosis_by_block) if kurtosis_by_block else None,
         )
 
     trainer.world.only_first(write)
-
-
-def _record_from_files(directory: Path, run_hash: str, recipe: Recipe) -> None:
-    """Write record.json, without kurtosis, of a finished run without checkpoints from its metrics and measurement."""
-    from sinklab.measuring.measurement import Measurement
-
-    measured = Measurement.load(directory)
-    if measured.planned_steps is None:
-        raise SinklabError(
-            f"{directory / 'measurement.json'} has no planned_steps, so it was not written by training: remove it to "
-            "train the run again"
-        )
-    triples, steps = measured.sequences * measured.layers * measured.heads, measured.planned_steps
-    _record(directory, recipe, hash=run_hash, status="done", step=steps, steps=steps, triples=triples)
 
 
 def _record(directory: Path, recipe: Recipe, **fields: Any) -> None:
@@ -216,6 +200,8 @@ def _record(directory: Path, recipe: Recipe, **fields: Any) -> None:
     RunRecord(
         name=recipe.name,
         seed=recipe.seed,
+        steps=recipe.train.steps,
+        triples=recipe.metric.sequences * len(recipe.model.attention_layers) * recipe.model.heads,
         seconds=seconds,
         tokens_per_second=sum(tokens for tokens, _ in timed_intervals(history)) / seconds if seconds else None,
         files=checksums(directory),
