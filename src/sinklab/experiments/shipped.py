@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from sinklab.errors import InputError
 from sinklab.experiments.claims import Claim
 from sinklab.experiments.definition import Experiment, Scale
-from sinklab.experiments.sweep.engines.local import cards_here, cores_here
 from sinklab.experiments.sweep.preview import Pace, operations, pace_here
 from sinklab.files import parse_yaml
 from sinklab.train.recipe import build_recipe, recipe_values
@@ -157,11 +156,6 @@ def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
     paces: dict[str, Pace] = {}
     experiments = [load_experiment(name) for name in names or experiment_ids()]
     return [ListedExperiment(one, {scale: _cost(one, scale, paces) for scale in one.base}) for one in experiments]
-
-
-def jobs_here() -> int:
-    """Return the number of concurrent runs assumed in time estimates: that of the GPUs or, without GPUs, CPU cores."""
-    return cards_here() or cores_here()
 
 
 def _cost(experiment: Experiment, scale: Scale, paces: dict[str, Pace]) -> ScaleCost:

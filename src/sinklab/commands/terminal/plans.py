@@ -14,7 +14,8 @@ from sinklab.commands.terminal.progress import duration, short_duration
 from sinklab.commands.terminal.tables import print_table, print_text, printable
 from sinklab.experiments.definition import SCALES, Scale
 from sinklab.experiments.paper import Covered
-from sinklab.experiments.shipped import ListedExperiment, jobs_here
+from sinklab.experiments.shipped import ListedExperiment
+from sinklab.experiments.sweep.engines.local import jobs_here
 from sinklab.experiments.sweep.preview import Preview
 from sinklab.report.sweeps import value_text
 from sinklab.schema import leaves

@@ -91,10 +91,7 @@ class Engine(Protocol):
     """
 
     def room(self) -> int:
-        """Return the number of runs that can be submitted now: free slots, or `sys.maxsize` for a cluster's queue.
-
-        It is 0 after `stop`.
-        """
+        """Return the number of runs that can be submitted now: free slots, or `sys.maxsize` for a cluster's queue."""
         ...
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
@@ -114,7 +111,7 @@ class Engine(Protocol):
         ...
 
     def stop(self) -> None:
-        """Request that all runs save a checkpoint and stop.
+        """Request that all runs save a checkpoint and stop; no run is submitted afterwards.
 
         `events` then returns the last event of every submitted run, which is `stopped` also if the run has not started.
         """

@@ -22,8 +22,7 @@ from sinklab.data.shards import TokenDataset
 from sinklab.device import pick_device
 from sinklab.errors import SinklabError
 from sinklab.experiments.documents import RunRecord, read_record, record_of
-from sinklab.experiments.sweep.engines import EngineName
-from sinklab.experiments.sweep.engines.local import cards_here, cores_here
+from sinklab.experiments.sweep.engines.local import jobs_here
 from sinklab.experiments.sweep.plan import SweepPlan, data_key, place_sweep
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
@@ -146,8 +145,7 @@ def preview(
         same_as = first.setdefault(same_runs[name], name)
         other, done_here = "" if same_as == name else same_as, len(cell.seeds) - len(missed)
         cells.append(CellPreview(name, cell.change, len(cell.seeds), done_here, hours, other))
-    at_once = (cards_here() or cores_here()) if engine == EngineName.local else missing
-    whole = None if pace is None or jobs is None else left / max(1, min(jobs, missing, at_once))
+    whole = None if pace is None or jobs is None else left / max(1, min(jobs, missing, jobs_here()))
     estimated = "" if pace is None else f"{pace.said}{BY_RECIPE if ended & unknown.keys() else ''}"
     return Preview(cells, len(runs), missing, engine, jobs, whole, estimated)
 

@@ -58,6 +58,11 @@ def cores_here() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def jobs_here() -> int:
+    """Return the number of concurrent runs assumed in time estimates: that of the GPUs or, without GPUs, CPU cores."""
+    return cards_here() or cores_here()
+
+
 def jobs_for(runs: int, cores: int) -> int:
     """Return the default number of concurrent runs: all runs if there are at most two per core, else one per core."""
     return max(1, runs if runs <= 2 * cores else cores)
@@ -99,11 +104,10 @@ class LocalEngine:
         self._context.set_forkserver_preload(PRELOADED)
         self._free = shares(jobs)
         self._running: dict[str, _Running] = {}
-        self._stopping = False
 
     def room(self) -> int:
-        """Return the number of free shares of the machine; 0 after `stop`."""
-        return 0 if self._stopping else len(self._free)
+        """Return the number of free shares of the machine."""
+        return len(self._free)
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
         """Start a process for each run, on a free share of the machine."""
@@ -143,7 +147,6 @@ class LocalEngine:
 
     def stop(self) -> None:
         """Request that all training processes save a checkpoint and stop."""
-        self._stopping = True
         for one in self._running.values():
             with contextlib.suppress(OSError):  # the process has ended
                 one.pipe.send(None)

@@ -68,8 +68,8 @@ class RayEngine:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def room(self) -> int:
-        """Return `sys.maxsize`, as Ray queues tasks; 0 after `stop`."""
-        return 0 if self._stopping else sys.maxsize
+        """Return `sys.maxsize`, as Ray queues tasks."""
+        return sys.maxsize
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
         """Submit a Ray task for each run; stop files of earlier calls are removed."""

@@ -144,8 +144,8 @@ class SlurmEngine:
         )
 
     def room(self) -> int:
-        """Return `sys.maxsize`, as Slurm queues jobs; 0 after `stop`."""
-        return 0 if self._stopping else sys.maxsize
+        """Return `sys.maxsize`, as Slurm queues jobs."""
+        return sys.maxsize
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
         """Submit the runs as job arrays, and remove the runs' stop files of earlier calls.
