@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sinklab.data.sources.corpora import identity
 from sinklab.evaluating.evaluate_model import measure_and_evaluate
 from sinklab.evaluating.tasks import ChosenTask, chosen_task
 from sinklab.experiments.claims import AlikeOverDomains, AlikeOverSizes, Claim, GrowsWithSize, Undecidable, Within, over
@@ -28,7 +27,7 @@ from sinklab.experiments.paper import published_tables
 from sinklab.experiments.passes import ModelChoice, Pass, Subject, enumerated, passes_of, subjects_of, with_models
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.results import CellResults, measured_numbers, named_values
-from sinklab.experiments.summary import summarise
+from sinklab.experiments.summary import summarise, summary_entry
 from sinklab.experiments.verdicts.judging import Trial
 from sinklab.jobs.progress import Observer, ignore
 from sinklab.measuring.findings import Propositions
@@ -37,7 +36,7 @@ from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.opening import Model, open_model
 from sinklab.survey.compare import labels
-from sinklab.survey.measure_many import Item, Outcome, deciding_request, measure_all
+from sinklab.survey.measure_many import Item, Outcome, deciding_request, measure_all, text_hash
 from sinklab.survey.measure_one import check_loadable, check_measurable, measure_loaded
 from sinklab.survey.open_models import EVERY, OpenModel, models_of, setting
 
@@ -81,8 +80,8 @@ class MeasuredResults:
         found = next((one.propositions for one in self.outcome.measured.values() if one.propositions), None)
         claims = list(claims_about(self.experiment, self.subjects, found))
         models = dict.fromkeys(model for one in self.passes for model in one.models.values())
-        described = _described(self.experiment, self.subjects, list(results), [str(model) for model in models])
-        trial = Trial(self.experiment, described, claims)
+        entry = _entry(self.experiment, self.subjects, list(results), [str(model) for model in models])
+        trial = Trial(self.experiment, entry, claims)
         summary = summarise([trial], results)
         judged = []
         for claim in summary.claims:
@@ -111,7 +110,7 @@ class MeasuredResults:
                     message=failed or "",
                     values=values,
                     never=never,
-                    seconds=found.seconds if found else None,
+                    seconds=measured.seconds if measured else None,
                 )
             )
         dumped = [other.model_dump(mode="json") for other in self.experiment.requests.values()]
@@ -160,15 +159,12 @@ def measure_experiment(
         check_name(model.name)
     for one in passes:
         one.request(0).check(one.text)
-    tasks = {task.name: task for name in downstream_tasks(experiment) for task in [chosen_task(name, data)]}
+    tasks = {name: chosen_task(name, data) for name in downstream_tasks(experiment)}
     loaded = _OneAtATime(passes, loading)
-    texts = {path: identity(str(path), contents=True) for one in passes if (path := one.text) is not None}
-    items = [
-        _item(one, number, texts.get(one.text) if one.text else None, loaded, tasks, out)
-        for model in chosen
-        for number, one in sorted(((number, one) for one, number in asked.values()), key=lambda pair: pair[0])
-        if one.model(number) == model
-    ]
+    texts = {path: text_hash(path) for path in {one.text for one in passes}}
+    order = list(chosen)  # each model is loaded once
+    planned = sorted(asked.values(), key=lambda pair: (order.index(pair[0].model(pair[1])), pair[1]))
+    items = [_item(one, number, texts[one.text], loaded, tasks, out) for one, number in planned]
     hashes = {item.name: hashlib.sha256(json.dumps(item.request).encode()).hexdigest()[:16] for item in items}
 
     def prepare(unfinished: Sequence[str]) -> None:
@@ -294,7 +290,7 @@ def _by_family(
         yield Undecidable(claim, f"The claim requires {FEWEST_MODELS} models {wanted}{excluded}.")
 
 
-def _described(
+def _entry(
     experiment: Experiment, subjects: Sequence[Subject], cells: list[str], models: Sequence[str]
 ) -> ExperimentSummary:
     """Return the experiment's entry in summary.json, with the model names as `scale`."""
@@ -305,15 +301,11 @@ def _described(
         if cell.model in subject.models
     }
     known = [(one, paper_model(one.models["base"])) for one in subjects] if experiment.against else []
-    return ExperimentSummary(
-        title=experiment.title,
-        question=experiment.question,
-        source=experiment.source,
-        scale=enumerated(list(labels(models))),
-        replicate=experiment.replicate,
-        cells=cells,
-        columns=list(experiment.columns),
-        published={cell: numbers for cell, numbers in published.items() if numbers},
+    return summary_entry(
+        experiment,
+        enumerated(list(labels(models))),
+        cells,
+        published,
         elsewhere=paper_rows(experiment),
         against=list(experiment.against or ()),
         families={

@@ -83,6 +83,7 @@ from sinklab.assessing.parts import NUMBERS
 from sinklab.measuring.statistics.highest import NO_SINK
 from sinklab.schema import finite_or_none
 from sinklab.train.directory.history import Evaluation, highest_known
+from sinklab.train.evaluator import OTHER_EPS
 
 EMERGED = 10.0
 """Minimum Sink_1, percent, of a model in which a sink has emerged."""
@@ -102,8 +103,8 @@ JUMP_WINDOW = 2.0
 JUMP_POINTS = 8
 """Minimum number of points on either side of a jump."""
 
-BESIDE = ("0.2", "0.4")
-"""Additional values of eps at which runs record sink rates."""
+OTHER_EPS_TEXTS = tuple(f"{eps:g}" for eps in OTHER_EPS)
+"""Additional values of eps at which runs record sink rates, as in metrics.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ _NAMED = {
                  of_run=lambda run, at_step: run.growth("norm_ratio_sink_token", at_step)),
         Quantity("importance_first", "Mean importance of the first token", "%", 1,
                  lambda one: _mean_percent(one.importance_first_heads)),
-        Quantity("kurtosis", "Kurtosis of the hidden states", "x", 1, of_run=lambda run, _: run.kurtosis, once=True),
+        Quantity("kurtosis", "Kurtosis of the hidden states", "x", 1, once=True),
         Quantity("emergence_step", "Step at which the sink emerged", "steps", 0,
                  of_run=lambda run, _: run.first_step("sink_1", EMERGED)),
         Quantity("sink_step", "Step at which Sink_1 reached 1 %", "steps", 0,
@@ -248,16 +249,12 @@ class RunNumbers:
     Attributes:
         seed: seed of the recipe, or index of the draw or model.
         readings: evaluations sorted by step, at least one; exactly one for a measurement.
-        kurtosis: kurtosis of the hidden states (of a run after training), maximum over blocks; None if not measured.
-        seconds: duration of training, or of the measurement, in seconds; None if unknown.
         sequences: number of measured sequences; None for a run.
-        measured: quantities that evaluations do not record, by name, for existing models and from `assess` and `tune`.
+        measured: quantities that evaluations do not record, by name.
     """
 
     seed: int
     readings: Sequence[Evaluation]
-    kurtosis: float | None = None
-    seconds: float | None = None
     sequences: int | None = None
     measured: Mapping[str, float] = field(default_factory=dict)
 
@@ -273,7 +270,7 @@ class RunNumbers:
             at_step: average over the last three evaluations up to this step; the value is None if the run ended before
                 this step. Default: the last three evaluations of the run. Ignored for quantities with a single value
                 per run, such as steps, and for `sink_growth`.
-            eps: threshold of the sink rate, one of `BESIDE`; the value is None for quantities that are not in `AT_EPS`.
+            eps: threshold of the sink rate, one of `OTHER_EPS_TEXTS`; the value is None for quantities not in `AT_EPS`.
                 Default: the recipe's threshold. Ignored for quantities in `measured`.
         """
         if name in self.measured:
@@ -347,7 +344,7 @@ AT_EPS: Mapping[str, Callable[[Evaluation], Mapping[str, float | None] | None]] 
     "sink_bias": lambda one: one.sink_rate_bias_eps,
     "sink_1_or_bias": lambda one: _first_or_bias(one),
 }
-"""Functions that return the sink rates of an evaluation by threshold (with `BESIDE`), by name of the quantity."""
+"""Functions that return the sink rates of an evaluation by threshold (with `OTHER_EPS_TEXTS`), by quantity."""
 
 
 def _first_or_bias(one: Evaluation) -> Mapping[str, float | None]:

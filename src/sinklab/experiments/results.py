@@ -14,7 +14,7 @@ from sinklab.experiments.definition import MeasuredCell
 from sinklab.experiments.documents import CellRun, read_record
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.measuring.measurement import Measurement
-from sinklab.train.directory.history import Evaluation, read_history, seconds_spent
+from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.recipe import load_recipe
 from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 
@@ -75,15 +75,11 @@ def read_numbers(directory: Path) -> RunNumbers:
     recipe = load_recipe(str(directory / "recipe.yaml"))
     assessed, tuned = directory / ASSESSMENT, tuned_beside(directory) / SFT
     measured = load_tuning(tuned).numbers() if tuned.is_file() else {}
+    if record and record.kurtosis is not None:
+        measured["kurtosis"] = record.kurtosis
     if assessed.is_file() and (assessment := load_assessment(assessed)).on_held_out:
         measured = assessment.numbers() | measured
-    return RunNumbers(
-        seed=recipe.seed,
-        readings=history,
-        kurtosis=record.kurtosis if record else None,
-        seconds=record.seconds if record else round(seconds_spent(history), 1),
-        measured=measured,
-    )
+    return RunNumbers(recipe.seed, history, measured=measured)
 
 
 def named_values(numbers: RunNumbers, names: Iterable[str]) -> tuple[dict[str, float], list[str]]:
@@ -115,15 +111,8 @@ def measured_numbers(cell: MeasuredCell, measured: Measurement, draw: int) -> Ru
         valid_loss=measured.loss if whole else None,
         hidden_norm_ratio=(measured.hidden_norm_ratio or []) if whole else [],
     )
-    kurtosis = measured.details.by_layer.get("kurtosis_by_block") if whole and measured.details else None
-    return RunNumbers(
-        seed=draw,
-        readings=[reading],
-        kurtosis=max(kurtosis) if kurtosis else None,
-        seconds=measured.seconds,
-        sequences=measured.sequences,
-        measured=_others(cell, measured) if whole else {},
-    )
+    others = _others(cell, measured) if whole else {}
+    return RunNumbers(draw, [reading], sequences=measured.sequences, measured=others)
 
 
 def _others(cell: MeasuredCell, measured: Measurement) -> dict[str, float]:
@@ -139,6 +128,8 @@ def _others(cell: MeasuredCell, measured: Measurement) -> dict[str, float]:
     for name, ratios in (("key_norm_ratio", measured.key_norm_ratio), ("value_norm_ratio", measured.value_norm_ratio)):
         if ratios and math.isfinite(mean := fmean(ratios)):
             found[name] = mean
+    if measured.details and (kurtosis := measured.details.by_layer.get("kurtosis_by_block")):
+        found["kurtosis"] = max(kurtosis)
     if measured.massive_activations:
         found["largest_activation"] = max(abs(one.value) for one in measured.massive_activations)
         found["activation_ratio"] = max(one.ratio_to_median for one in measured.massive_activations)

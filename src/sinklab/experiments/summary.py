@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 from sinklab.experiments.definition import WHAT_SCALES_ARE, Experiment, Scale
 from sinklab.experiments.documents import (
@@ -27,7 +28,22 @@ def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None
     """
     cells = list(experiment.cells_at(scale))
     published = {cell: experiment.published.numbers_of(cell) for cell in cells} if experiment.published else {}
-    described = ExperimentSummary(
+    shipped = [WHAT_SCALES_ARE[scale]] if scale in WHAT_SCALES_ARE and experiment.base[scale] == scale else []
+    adapted = [*shipped, *(one.why for one in experiment.adapted.get(scale, ()))]
+    entry = summary_entry(experiment, scale, cells, published, adapted=adapted, seeds=sorted(seeds or ()))
+    return Trial(experiment, entry, experiment.claims_at(scale))
+
+
+def summary_entry(
+    experiment: Experiment, scale: str, cells: list[str], published: Mapping[str, dict[str, float]], **others: Any
+) -> ExperimentSummary:
+    """Return the entry of an experiment in summary.json.
+
+    Args:
+        scale: scale of the trained models, or names of the existing models.
+        others: further fields of `ExperimentSummary`.
+    """
+    return ExperimentSummary(
         title=experiment.title,
         question=experiment.question,
         source=experiment.source,
@@ -36,14 +52,10 @@ def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None
         baseline=experiment.compared_with,
         columns=list(experiment.columns),
         published={cell: numbers for cell, numbers in published.items() if numbers},
-        adapted=[
-            *([WHAT_SCALES_ARE[scale]] if scale in WHAT_SCALES_ARE and experiment.base[scale] == scale else []),
-            *(one.why for one in experiment.adapted.get(scale, ())),
-        ],
-        seeds=sorted(seeds or ()),
+        replicate=experiment.replicate,
         axes=experiment.axes,
+        **others,
     )
-    return Trial(experiment, described, experiment.claims_at(scale), seeds)
 
 
 def summarise(trials: Sequence[Trial], results: Mapping[str, CellResults], altered: bool = False) -> Summary:
@@ -95,13 +107,14 @@ def _with_references(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
 def _cell_summary(of: CellResults, names: Sequence[str]) -> CellSummary:
     """Return the cell's entry in summary.json: medians over finished runs, and estimates of the quantities `names`."""
     last = [run.last for run in of.numbers]
+    seconds = [run.seconds for run in of.runs if run.status == "done" and run.seconds is not None]
     return CellSummary(
         sink_rate=[median_of_known(rates) for rates in zip(*(one.sink_rate for one in last), strict=False)],
         sink_rate_bias=median_of_known(one.sink_rate_bias for one in last),
         valid_loss=median_of_known(one.valid_loss for one in last),
         hidden_norm_ratio_max=median_of_known(finite_or_none(one.largest_norm_ratio) for one in last),
         seeds=len(of.numbers),
-        seconds=fmean(known) if (known := [run.seconds for run in of.numbers if run.seconds is not None]) else None,
+        seconds=fmean(seconds) if seconds else None,
         change=dict(of.change),
         values={name: one for name in names if (one := estimated(of.runs, name))},
         runs=list(of.runs),

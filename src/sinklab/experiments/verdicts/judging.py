@@ -1,32 +1,29 @@
 """Judge the claims of an experiment on the runs of its cells (docs/verdicts.md)."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from scipy.special import stdtrit
 
 from sinklab.experiments.claims import (
-    Alike,
     All,
     Check,
     Claim,
     Differs,
     Diverges,
-    Equal,
     Monotone,
     OverSubjects,
-    SinkAbsent,
+    QuantityClaim,
     StandsAt,
     Undecidable,
-    Within,
     parts_of,
     quantities_of,
 )
 from sinklab.experiments.definition import PAPER_SCALES, Experiment
 from sinklab.experiments.documents import JUDGED, ExperimentSummary, JudgedClaim, Verdict
 from sinklab.experiments.paper import Published
-from sinklab.experiments.quantities import AT_EPS, BESIDE, quantity
+from sinklab.experiments.quantities import AT_EPS, OTHER_EPS_TEXTS, quantity
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.counts import FEWEST, seed_by_seed
 from sinklab.experiments.verdicts.five_seeds import detectable
@@ -48,19 +45,17 @@ class Trial:
     Attributes:
         described: the experiment's entry in summary.json.
         claims: claims to judge, and claims that cannot be judged on the given models, in the order of the experiment.
-        seeds: training seeds on which the verdicts are based; default: all.
     """
 
     experiment: Experiment
     described: ExperimentSummary
     claims: Sequence[Claim | Undecidable]
-    seeds: Collection[int] | None = None
 
 
 def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]:
     """Return the claims of an experiment with their verdicts; cells of other experiments are ignored."""
-    experiment, scale = trial.experiment, trial.described.scale
-    own = {cell: results[cell].of_seeds(trial.seeds) for cell in trial.described.cells if cell in results}
+    experiment, entry, scale = trial.experiment, trial.described, trial.described.scale
+    own = {cell: results[cell].of_seeds(entry.seeds or None) for cell in entry.cells if cell in results}
     found = []
     for one in trial.claims:
         if isinstance(one, Undecidable):
@@ -114,7 +109,7 @@ def judge_claim(claim: Claim, runs: Runs, published: Published | None = None) ->
         replicates = plural(len({run.seed for run in numbers}), runs.noun)
         on = "of" if runs.noun == "draw" else "on"
         said += f" The replicates are {replicates} {on} {each} sequences."
-    others = {eps: _at_eps(claim.check, replace(runs, eps=eps)) for eps in BESIDE}
+    others = {eps: _at_eps(claim.check, replace(runs, eps=eps)) for eps in OTHER_EPS_TEXTS}
     at_eps = {eps: other for eps, other in others.items() if other is not None}
     beside = {"at_eps": at_eps, "by_importance": _by_importance(claim.check, runs) or ""}
     return blank.model_copy(update={"verdict": verdict, "evidence": said, "seeds": count, **beside})
@@ -240,9 +235,8 @@ def _beside_published(found: Finding, check: Check, published: Published, runs: 
     decimal. The interval is for a single seed, because a published number comes from one run. `size` becomes False if
     a number is outside.
     """
-    if not isinstance(check, Within | SinkAbsent | Differs | Equal | Alike | Monotone | StandsAt):
-        return found
-    if not isinstance(check, StandsAt) and check.at_step:
+    at_end = isinstance(check, QuantityClaim) and check.at_step is None
+    if not at_end and not isinstance(check, StandsAt):
         return found
     name = quantities_of(check)[0]
     of, said, size = quantity(name), [found.said], found.size

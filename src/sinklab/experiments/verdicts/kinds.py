@@ -20,7 +20,7 @@ from sinklab.experiments.claims import (
     Within,
 )
 from sinklab.experiments.documents import ReplicateKind
-from sinklab.experiments.quantities import AT_EPS, RunNumbers, quantity
+from sinklab.experiments.quantities import AT_EPS, LAST, RunNumbers, quantity
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.counts import FEWEST, pairs_against, seed_by_seed, separated, share_interval
 from sinklab.experiments.verdicts.wording import bounds, difference, each_seed, number, step_unit, unit
@@ -62,7 +62,7 @@ class Runs:
 
     Attributes:
         results: results of the runs by cell.
-        eps: threshold of the sink rates in `AT_EPS`, one of `BESIDE`; default: the recipe's threshold.
+        eps: threshold of the sink rates in `AT_EPS`, one of `OTHER_EPS_TEXTS`; default: the recipe's threshold.
         noun: unit of replication in the evidence: seed, draw or model.
     """
 
@@ -84,7 +84,7 @@ class Runs:
         found = {run.seed: run.value(name, at_step, self._eps(name)) for run in self.of(cell)}
         return {seed: value for seed, value in found.items() if value is not None}
 
-    def last(self, cell: str, name: str, at_step: int | None = None, count: int = 3) -> dict[int, list[float]]:
+    def last(self, cell: str, name: str, at_step: int | None = None, count: int = LAST) -> dict[int, list[float]]:
         """Return the values at the last `count` evaluations up to `at_step`, by seed; seeds without any are omitted."""
         found = {run.seed: run.evaluations(name, at_step, self._eps(name), count) for run in self.of(cell)}
         return {seed: values for seed, values in found.items() if values}
