@@ -3,7 +3,13 @@
 The training process writes the record before it releases the run's lock. Several processes, also on different machines,
 may therefore be given the same run: only one of them trains it.
 
-    torchrun --nproc-per-node 2 -m sinklab.experiments.sweep.worker FOLDER LAUNCHER      (`torchrun_launcher.py`)
+With several GPUs, a run is trained by several processes of one machine, started by torchrun:
+
+    torchrun --nproc-per-node 2 -m sinklab.experiments.sweep.worker FOLDER LAUNCHER
+
+The launcher (`train_with_torchrun`) and the processes (`main`) share a temporary folder with the pickled run, the last
+event, the output of the processes, and a file `stop`, which requests that they save a checkpoint and stop. Progress is
+read from the run directory.
 """
 
 import functools
@@ -11,7 +17,10 @@ import logging
 import os
 import pickle
 import signal
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
@@ -24,9 +33,8 @@ from sinklab.data.prepare import prepared
 from sinklab.device import keep_freed_memory
 from sinklab.errors import InputError, SinklabError, StoppedError
 from sinklab.experiments.documents import RunRecord, checksums, record_of
-from sinklab.experiments.sweep.engine import Event, PlannedRun
-from sinklab.experiments.sweep.torchrun_launcher import ENDED, PLANNED, STOP, cards_for, train_with_torchrun
-from sinklab.files import write_json
+from sinklab.experiments.sweep.engine import Event, MetricsTail, PlannedRun
+from sinklab.files import parse_json, write_json
 from sinklab.measuring.batches import process_peak_mb
 from sinklab.signals import PREEMPTING, stop_on_signals
 from sinklab.train.directory.checkpoint import steps_saved
@@ -38,6 +46,10 @@ from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe
 from sinklab.train.update import DivergedError
 from sinklab.train.world import ALONE, World, joined_world
+
+PLANNED, STOP, ENDED, PRINTED = "planned.pickle", "stop", "ended.json", "printed.log"
+POLL_S = 0.2
+PRINTED_TAIL = 2000  # number of characters at the end of the output that an error message shows
 
 log = logging.getLogger(__name__)
 
@@ -207,6 +219,60 @@ def _record(directory: Path, recipe: Recipe, **fields: Any) -> None:
         files=checksums(directory),
         **fields,
     ).save(directory)
+
+
+def cards_for(recipe: Recipe) -> int:
+    """Return the number of training processes: the largest number of visible GPUs that divides the batch size.
+
+    The number is 1 if CUDA is not available, or if `train.device` is neither auto nor cuda.
+    """
+    if recipe.train.device not in ("auto", "cuda") or not torch.cuda.is_available():
+        return 1
+    cards = torch.cuda.device_count()
+    return next(count for count in range(cards, 0, -1) if recipe.train.batch_size % count == 0)
+
+
+def train_with_torchrun(
+    planned: PlannedRun, processes: int, watch: Callable[[Event], None], should_stop: Callable[[], bool]
+) -> Event:
+    """Train a run with several torchrun processes; return the run's last event.
+
+    Args:
+        watch: callback, called with the evaluations (`row` events).
+        should_stop: see `train_cell`; called every `POLL_S` seconds.
+
+    Raises:
+        SinklabError: if the processes ended and rank 0 has not written a last event.
+    """
+    with tempfile.TemporaryDirectory(prefix="sinklab-") as name:
+        folder = Path(name)
+        (folder / PLANNED).write_bytes(pickle.dumps(planned))
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        with (folder / PRINTED).open("wb") as printed:
+            process = subprocess.Popen(
+                [*torchrun, "-m", __name__, str(folder), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=printed,
+            )
+            try:
+                tail = MetricsTail(planned)
+                while process.poll() is None:
+                    if should_stop():
+                        (folder / STOP).touch()
+                    for row in tail.rows():
+                        watch(row)
+                    time.sleep(POLL_S)
+            finally:
+                process.terminate()
+                process.wait()
+        if (folder / ENDED).is_file():
+            return Event(**parse_json((folder / ENDED).read_text(encoding="utf-8")))
+        output = (folder / PRINTED).read_text(encoding="utf-8", errors="replace").strip()
+        raise SinklabError(
+            f"torchrun ended with status {process.returncode} and no result; run the same command again to resume. "
+            f"The end of its output:\n{output[-PRINTED_TAIL:]}"
+        )
 
 
 def main(folder: Path, launcher: int) -> None:
