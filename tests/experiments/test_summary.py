@@ -12,7 +12,7 @@ from sinklab.experiments.documents import CellRun, JudgedClaim, Summary
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.shipped import load_experiment
 from sinklab.experiments.summary import at_scale, summarise
-from sinklab.experiments.verdicts.counts import chance_of_claims, importance_of_claims, remarks_on_counts
+from sinklab.report.sweeps import chance_of_claims, importance_of_claims, remarks_on_counts
 
 LESS = {"is": "less", "value": "sink_1", "cell": "k_biases", "than": "softmax"}
 SINKS = {"softmax": [36.0, 30.0, 42.0], "k_biases": [0.0, 0.0, 0.0]}

@@ -25,14 +25,13 @@ from sinklab.experiments.sweep.packed import (
     write_packed,
 )
 from sinklab.experiments.sweep.store import MANIFESTS
-from sinklab.experiments.verdicts.counts import remarks_on_counts
 from sinklab.files import read_mapping, write_text
 from sinklab.outputs import RECIPE, REPORT, check_results
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData
 from sinklab.report.page import CHARTS, export_charts, render
 from sinklab.report.sections import glance
-from sinklab.report.sweeps import Sweep, origins, with_runs
+from sinklab.report.sweeps import Sweep, origins, remarks_on_counts, with_runs
 from sinklab.schema import leaves
 from sinklab.tables import Table, counted, escaped, markdown, names
 from sinklab.train.directory.environment import read_environment

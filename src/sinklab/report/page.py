@@ -32,7 +32,6 @@ from sinklab.experiments.documents import JudgedClaim, verdict_counts
 from sinklab.experiments.paper import statements
 from sinklab.experiments.sweep.packed import CHECKSUMS
 from sinklab.experiments.verdicts import RULE
-from sinklab.experiments.verdicts.counts import remarks_on_counts
 from sinklab.files import cache_folder, write_text, written_aside
 from sinklab.measuring.answer import answer
 from sinklab.outputs import CHART, CHART_MARK, REPORT, REPORT_MARK, check_file, check_writable
@@ -48,7 +47,7 @@ from sinklab.report.measurement_figures import explorers
 from sinklab.report.result_tables import answers_table, assessment_table, suite_tables
 from sinklab.report.sections import ExperimentGroup, experiment_groups, experiment_sections, glance
 from sinklab.report.sweep_figures import forests
-from sinklab.report.sweeps import Sweep, origins
+from sinklab.report.sweeps import Sweep, origins, remarks_on_counts
 from sinklab.tables import Table
 
 CHARTS = "charts"

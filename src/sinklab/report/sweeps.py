@@ -1,9 +1,10 @@
-"""A sweep on disk: summary, run files, provenance (time, versions, machines), and tables of its experiments."""
+"""A sweep on disk: summary, run files, provenance (time, versions, machines), tables, and remarks on its claims."""
 
 import json
 import shutil
 import tempfile
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -11,7 +12,9 @@ from pathlib import Path
 
 from sinklab.assessing.assessment import ASSESSMENT, Assessment, load_assessment
 from sinklab.experiments.documents import (
+    ANALYSES,
     GRID,
+    JUDGED,
     CellRun,
     CellSummary,
     ExperimentSummary,
@@ -23,6 +26,7 @@ from sinklab.experiments.documents import (
 )
 from sinklab.experiments.quantities import Quantity, quantity
 from sinklab.experiments.sweep.packed import RECIPES, RUNS, is_packed, read_packed, unpack
+from sinklab.experiments.verdicts.counts import MANY
 from sinklab.files import parse_yaml
 from sinklab.measuring.statistics.highest import later_sink_text
 from sinklab.tables import Table, TableCell, TableColumn, Value, counted, names, number_text
@@ -271,3 +275,51 @@ def claims_table(claims: Sequence[JudgedClaim]) -> Table:
         scale = f" at {claim.scale}" if claim.scale and claim.replicate == "seed" else ""
         rows.append((TableCell(claim.verdict_said + scale, tone=claim.verdict), claim.said, claim.full_evidence))
     return Table(": ".join(filter(None, ("Claims", "; ".join(kinds)))), names("Verdict", "Claim", "Evidence"), rows)
+
+
+def remarks_on_counts(claims: Sequence[JudgedClaim]) -> str:
+    """Return the sentences of `chance_of_claims` and `importance_of_claims`; empty if both are."""
+    return " ".join(filter(None, (chance_of_claims(claims), importance_of_claims(claims))))
+
+
+def importance_of_claims(claims: Sequence[JudgedClaim]) -> str:
+    """Return a sentence on the confirmatory comparisons of Sink_1 whose verdict differs by mean importance.
+
+    The sentence is empty if no confirmatory comparison has verdicts by both (`JudgedClaim.by_importance`).
+    """
+    both = [
+        (claim.verdict, claim.by_importance)
+        for claim in claims
+        if claim.analysis == ANALYSES[0] and claim.verdict in JUDGED and claim.by_importance and not claim.same_as
+    ]
+    if not both:
+        return ""
+    changed = Counter((before, after) for before, after in both if before != after)
+    said = " and ".join(f"from {before} to {after} for {count}" for (before, after), count in sorted(changed.items()))
+    compared = f"{len(both)} confirmatory claims compare" if len(both) > 1 else "One confirmatory claim compares"
+    return (
+        f"{compared} Sink_1 between cells. By the mean importance of the first token "
+        f"instead, which has no threshold, {f'the verdict changes {said}' if said else 'no verdict changes'}."
+    )
+
+
+def chance_of_claims(claims: Sequence[JudgedClaim]) -> str:
+    """Return a sentence on how many confirmatory claims chance would reproduce.
+
+    If half of all seeds satisfied a claim that is judged seed by seed, n seeds would reproduce it with probability
+    1 / 2^n, five seeds 1/32; from nine seeds on, (n + 1) / 2^n, because one may deviate. The sentence is empty if no
+    confirmatory claim has a verdict that was judged seed by seed.
+    """
+    seeds = [
+        claim.seeds
+        for claim in claims
+        if claim.rule == "seed by seed" and claim.analysis == ANALYSES[0] and claim.verdict in JUDGED
+        if not claim.same_as
+    ]
+    if not seeds:
+        return ""
+    decided = f"{len(seeds)} of the confirmatory claims are" if len(seeds) > 1 else "One of the confirmatory claims is"
+    return (
+        f"{decided} judged seed by seed: if half of all seeds satisfied each of them, chance would reproduce "
+        f"{sum((n + 1 if n >= MANY else 1) / 2**n for n in seeds):.1f}."
+    )

@@ -2,7 +2,7 @@
 
 The effects are computed from the spread over the seeds of pilot runs (pilots.json), and are shown with claims about
 trained cells. The earlier verdicts are those of committed results (committed.json), and are shown with claims that have
-no verdict because of fewer seeds. Both files are optional.
+no verdict because of fewer seeds.
 """
 
 from functools import cache
@@ -55,7 +55,7 @@ class Pilots(VersionedDocument):
 
 @cache
 def shipped_pilots() -> Pilots:
-    """Load the shipped pilots.json; `scales` is empty if there is no such file."""
+    """Load the shipped pilots.json."""
     return Pilots.model_validate(_shipped(PILOTS))
 
 
@@ -104,7 +104,7 @@ class Committed(VersionedDocument):
 
 @cache
 def shipped_verdicts() -> Committed:
-    """Load the shipped committed.json; `scales` is empty if there is no such file."""
+    """Load the shipped committed.json."""
     return Committed.model_validate(_shipped(COMMITTED))
 
 
@@ -118,5 +118,4 @@ def verdict_of_five(claim: JudgedClaim) -> str:
 
 
 def _shipped(name: str) -> Any:
-    file = resources.files("sinklab") / "experiments" / name
-    return parse_json(file.read_text("utf-8")) if file.is_file() else {}
+    return parse_json((resources.files("sinklab") / "experiments" / name).read_text("utf-8"))
