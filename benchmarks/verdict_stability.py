@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from sinklab.experiments.documents import JUDGED, JudgedClaim
-from sinklab.experiments.sweep.packed import take_up
+from sinklab.experiments.sweep.packed import import_packed
 from sinklab.experiments.sweep.store import read_manifests, summary_of
 
 METRICS = "metrics.jsonl"
@@ -27,7 +27,7 @@ def judged_claims(results: Path, removed: int) -> dict[str, JudgedClaim]:
     """
     with TemporaryDirectory() as folder:
         out = Path(folder)
-        take_up(results, out)
+        import_packed(results, out)
         for path in out.rglob(METRICS):
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             path.write_text("".join(lines[: len(lines) - removed]), encoding="utf-8")

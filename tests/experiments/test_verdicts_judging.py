@@ -299,9 +299,9 @@ def test_what_five_seeds_find_is_not_stated_of_other_sizes_than_that_of_the_pilo
 
 
 def test_what_five_seeds_find_is_not_stated_of_other_steps_or_another_text_than_those_of_the_pilots() -> None:
-    trial = at_scale(load_experiment("patterns"), "tiny")
-    assert any(one.finds for one in summarise([trial], {}).claims)
-    assert not any(one.finds or one.elsewhere for one in summarise([trial], {}, altered=True).claims)
+    patterns = at_scale(load_experiment("patterns"), "tiny")
+    assert any(one.finds for one in summarise([patterns], {}).claims)
+    assert not any(one.finds or one.elsewhere for one in summarise([patterns], {}, altered=True).claims)
 
 
 def test_what_five_seeds_gave_is_kept_for_those_who_train_fewer(monkeypatch: pytest.MonkeyPatch) -> None:

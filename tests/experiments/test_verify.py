@@ -13,7 +13,7 @@ from sweeps import write_experiment
 
 from sinklab.commands.app import app
 from sinklab.errors import InputError
-from sinklab.experiments.sweep.packed import read_packed, take_up, write_checksums
+from sinklab.experiments.sweep.packed import import_packed, read_packed, write_checksums
 from sinklab.experiments.sweep.verifying import Verified, verify_packed
 from sinklab.files import sha256_of
 
@@ -119,10 +119,10 @@ def test_a_packed_manifest_that_is_damaged_is_refused_before_anything_is_written
     for damage in (b"{", b"\xff"):
         manifest.write_bytes(damage)
         with pytest.raises(InputError, match=rf"{packed}/asked/{manifest.name} cannot be read"):
-            take_up(packed, tmp_path / "out")
+            import_packed(packed, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     manifest.write_bytes(sound)
-    take_up(packed, tmp_path / "out")
+    import_packed(packed, tmp_path / "out")
     assert (tmp_path / "out" / "asked" / manifest.name).read_bytes() == sound
 
 

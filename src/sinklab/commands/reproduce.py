@@ -47,11 +47,11 @@ def lab(
     """
     from sinklab.commands.reproducing import train_experiments
     from sinklab.experiments.shipped import load_experiment
-    from sinklab.experiments.sweep.plan import Question
+    from sinklab.experiments.sweep.plan import ExperimentRequest
 
     with keeping_what_is_finished():
         settings = ReproduceSettings(out=out, steps=steps, text=text)
-        train_experiments([Question(load_experiment("lab"), "tiny", seeds)], settings, as_json)
+        train_experiments([ExperimentRequest(load_experiment("lab"), "tiny", seeds)], settings, as_json)
 
 
 @with_options
@@ -145,20 +145,20 @@ def reproduce(
         return
     from sinklab.commands.reproducing import check_chats, look_ahead, train_experiments
     from sinklab.commands.terminal.plans import hours_line, print_preview
-    from sinklab.experiments.sweep.plan import Question, scale_of
+    from sinklab.experiments.sweep.plan import ExperimentRequest, scale_of
 
     if settings.data is not None or not settings.dry_run:
         check_chats(found, settings.data)
-    questions = [Question(one, scale_of(one, settings.scale), settings.seeds or one.seeds) for one in found]
+    requests = [ExperimentRequest(one, scale_of(one, settings.scale), settings.seeds or one.seeds) for one in found]
     if settings.dry_run or ALL in names:
         with JobProgress(stderr(), phase="timing a few updates"):
-            ahead = look_ahead(questions, settings)
+            ahead = look_ahead(requests, settings)
         if settings.dry_run:
             print_result(as_json, ahead.document, lambda out: print_preview(ahead, out))
             return
         print_text(hours_line(ahead), stderr())
     with keeping_what_is_finished():
-        train_experiments(questions, settings, as_json)
+        train_experiments(requests, settings, as_json)
 
 
 def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "list[Experiment]":

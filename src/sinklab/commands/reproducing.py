@@ -32,10 +32,10 @@ from sinklab.experiments.sweep import store
 from sinklab.experiments.sweep.engine import Event, train_all
 from sinklab.experiments.sweep.engines import EngineName, open_engine
 from sinklab.experiments.sweep.engines.local import cards_here, cores_here, jobs_for, shares
-from sinklab.experiments.sweep.packed import take_up, unpack
+from sinklab.experiments.sweep.packed import import_packed, unpack
 from sinklab.experiments.sweep.plan import (
+    ExperimentRequest,
     PlannedSweep,
-    Question,
     SweepPlan,
     cells_of,
     data_key,
@@ -64,7 +64,7 @@ LOOKS_EVERY_S = 2.0
 """Interval in seconds between checks of runs that other processes assess or fine-tune."""
 
 
-def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Preview:
+def look_ahead(requests: Sequence[ExperimentRequest], settings: ReproduceSettings) -> Preview:
     """Find the finished runs of a sweep and estimate its duration without training its runs.
 
     On slurm or ray, only the duration of each run is estimated, and only if there are finished runs in the directory.
@@ -76,7 +76,7 @@ def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Pr
     """
     out, overlay = settings.directory, settings.overlay
     check_results(out, (SUMMARY, REPORT))
-    plan = plan_sweep(questions, overlay).only(settings.cells)
+    plan = plan_sweep(requests, overlay).only(settings.cells)
     if settings.dry_run:  # `train_experiments` warns as well
         _warn_of_emulation(plan, settings)
     with TemporaryDirectory() as folder:
@@ -87,7 +87,7 @@ def look_ahead(questions: Sequence[Question], settings: ReproduceSettings) -> Pr
         if settings.engine != EngineName.local:
             return preview(plan, out, found, settings.engine, pace_of_runs(own.values()), None)
         jobs = _jobs(settings, len(plan.order))
-        base = next(iter(cells_of(questions[0], overlay).values())).recipe
+        base = next(iter(cells_of(requests[0], overlay).values())).recipe
         pace = pace_here(base, shares(jobs)[0].threads, own.values())
         return preview(plan, out, found, settings.engine, pace, jobs)
 
@@ -122,7 +122,7 @@ def check_chats(experiments: Sequence[Experiment], chats: Path | None) -> None:
         raise InputError(f"{chats} contains no conversation: pass a .jsonl file with rows that have `messages`")
 
 
-def train_experiments(questions: Sequence[Question], settings: ReproduceSettings, as_json: bool) -> None:
+def train_experiments(requests: Sequence[ExperimentRequest], settings: ReproduceSettings, as_json: bool) -> None:
     """Train the missing runs of the experiments, assess and fine-tune them if requested, and summarise all runs.
 
     Progress, warnings and failures are printed to stderr, the summary to standard output.
@@ -137,10 +137,10 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
     """
     console, out, overlay = stderr(), settings.directory, settings.overlay
     check_results(out, (SUMMARY, REPORT))
-    plan = plan_sweep(questions, overlay)
+    plan = plan_sweep(requests, overlay)
     chosen = plan.only(settings.cells)
     if settings.packed is not None:
-        take_up(settings.packed, out)
+        import_packed(settings.packed, out)
     store.read_manifests(out)  # damaged ones are refused before the data is prepared
     engine = open_engine(settings.engine, _jobs(settings, len(chosen.order)), out, settings.engine_options)
     _warn_of_emulation(chosen, settings)
@@ -151,7 +151,7 @@ def train_experiments(questions: Sequence[Question], settings: ReproduceSettings
         found = store.found_runs(out)
         whole = place_sweep(plan, data, out, found)
         planned = whole if chosen is plan else place_sweep(chosen, data, out, found)
-    now = {one.experiment.id: store.manifest_of(one, whole, overlay) for one in questions}
+    now = {one.experiment.id: store.manifest_of(one, whole, overlay) for one in requests}
     before = store.read_manifests(out)  # read late: other commands may add experiments and seeds meanwhile
     manifests = store.merged_manifests(before, now)
     if left_out := [name for name in before if name not in manifests]:
@@ -223,7 +223,8 @@ def _assess_and_tune(
     with JobProgress(console) as progress:
         while True:
             tunings = (run for run in store.tuning_requests(manifests, out) if not run.is_finished)
-            missing = {f"{run.name} was not {run.done}": run for run in (*store.unassessed(manifests, out), *tunings)}
+            assessments = store.assessment_requests(manifests, out)
+            missing = {f"{run.name} was not {run.done}": run for run in (*assessments, *tunings)}
             runs = {undone: run for undone, run in missing.items() if undone not in done | left.keys()}
             if not runs:
                 return left
@@ -234,7 +235,7 @@ def _assess_and_tune(
             for number, (undone, run) in enumerate(free.items(), 1):
                 progress.say(f"{run.doing} {run.name}, {number} of {len(free)}")
                 try:
-                    if isinstance(run, store.Unassessed):
+                    if isinstance(run, store.AssessmentRequest):
                         _assess_run(run, progress)
                     else:
                         assert chats is not None  # checked by check_chats
@@ -249,7 +250,7 @@ def _assess_and_tune(
                     left[undone] = str(error)
 
 
-def _assess_run(run: store.Unassessed, observe: Observer) -> None:
+def _assess_run(run: store.AssessmentRequest, observe: Observer) -> None:
     """Assess the model of a run on the run's validation text; parts that do not apply to the model are skipped."""
     if run.document.is_file() and not load_assessment(run.document).on_held_out:
         raise InputError(

@@ -155,7 +155,7 @@ class Monotone(QuantityClaim):
     over: tuple[str, ...] = Field(min_length=3)
 
 
-class StandsAt(_OneCell):
+class HighestAt(_OneCell):
     """At every seed of a cell, `position` (1-based) has the highest sink rate, which is at least `at_least` percent.
 
     The rate is compared with those of the other positions among 1 .. T / 2 (`highest_rate`); a tie opposes the claim.
@@ -193,7 +193,7 @@ class Diverges(_OneCell):
     kind: Literal["diverges", "trains"] = Field(alias="is")
 
 
-_Single = Within | SinkAbsent | Differs | Equal | Alike | Monotone | StandsAt | Appears | Precedes | Diverges
+_Single = Within | SinkAbsent | Differs | Equal | Alike | Monotone | HighestAt | Appears | Precedes | Diverges
 SingleCheck = Annotated[_Single, Field(discriminator="kind")]
 
 
@@ -283,7 +283,7 @@ def quantities_of(check: Check) -> tuple[str, ...]:
     match check:
         case All():
             return tuple(dict.fromkeys(name for part in check.of for name in quantities_of(part)))
-        case StandsAt():
+        case HighestAt():
             return (f"sink_{check.position}",)
         case Appears():
             return ("sink_1",)

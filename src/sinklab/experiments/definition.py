@@ -86,7 +86,7 @@ PAPER_SCALES = ("60m", "1b")
 """Scales of the paper's models. Verdicts use the paper's numbers only at these scales."""
 
 
-WHAT_SCALES_ARE: Mapping[Scale, str] = {
+SCALE_NOTES: Mapping[Scale, str] = {
     "tiny": "Scale tiny has 0.3 M parameters, 3 M training tokens, BOS in front of every text, and a weight decay of "
     "0.5. It does not correspond to the paper's default (a natural first token, weight decay 0.1, sink rate 18 %), but "
     "to the paper's row with a fixed first token (74 %), with another weight decay.",
@@ -119,7 +119,7 @@ def _kind_of_cell(said: Any) -> Literal["trained", "measured"]:
     return "measured" if isinstance(said, MeasuredCell) or (isinstance(said, dict) and "inputs" in said) else "trained"
 
 
-def _is_a_folder(name: str) -> str:
+def _folder_name(name: str) -> str:
     if not name or name.startswith(".") or "/" in name:
         raise ValueError(
             f"invalid name of a cell or value, {name!r}: it must not be empty, contain / or begin with a dot"
@@ -127,7 +127,7 @@ def _is_a_folder(name: str) -> str:
     return name
 
 
-def _is_a_value(name: str) -> str:
+def _axis_value_name(name: str) -> str:
     if GRID in name:
         raise ValueError(
             f"{name!r} is not a valid name of a value in changes: remove {GRID}, which separates cell and values "
@@ -184,8 +184,8 @@ class MeasuredCell(Part):
     task: CellTask | None = None
 
 
-CellName = Annotated[str, AfterValidator(_is_a_folder)]
-ValueName = Annotated[CellName, AfterValidator(_is_a_value)]
+CellName = Annotated[str, AfterValidator(_folder_name)]
+ValueName = Annotated[CellName, AfterValidator(_axis_value_name)]
 Overlays = Annotated[list[dict[str, Any]], BeforeValidator(_overlays)]
 Cell = Annotated[
     Annotated[list[dict[str, Any]], Tag("trained")] | Annotated[MeasuredCell, Tag("measured")],

@@ -28,7 +28,7 @@ from sinklab.experiments.passes import ModelChoice, Pass, Subject, enumerated, p
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.results import CellResults, measured_numbers, named_values
 from sinklab.experiments.summary import summarise, summary_entry
-from sinklab.experiments.verdicts.judging import Trial
+from sinklab.experiments.verdicts.judging import ExperimentToJudge
 from sinklab.jobs.progress import Observer, ignore
 from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
@@ -81,8 +81,7 @@ class MeasuredResults:
         claims = list(claims_about(self.experiment, self.subjects, found))
         models = dict.fromkeys(model for one in self.passes for model in one.models.values())
         entry = _entry(self.experiment, self.subjects, list(results), [str(model) for model in models])
-        trial = Trial(self.experiment, entry, claims)
-        summary = summarise([trial], results)
+        summary = summarise([ExperimentToJudge(self.experiment, entry, claims)], results)
         judged = []
         for claim in summary.claims:
             passes = [one for one in self.passes if not set(claim.cells).isdisjoint(one.cells)]
@@ -160,7 +159,7 @@ def measure_experiment(
     for one in passes:
         one.request(0).check(one.text)
     tasks = {name: chosen_task(name, data) for name in downstream_tasks(experiment)}
-    loaded = _OneAtATime(passes, loading)
+    loaded = _CurrentModel(passes, loading)
     texts = {path: text_hash(path) for path in {one.text for one in passes}}
     order = list(chosen)  # each model is loaded once
     planned = sorted(asked.values(), key=lambda pair: (order.index(pair[0].model(pair[1])), pair[1]))
@@ -179,7 +178,7 @@ def measure_experiment(
 
 
 def _item(
-    one: Pass, replicate: int, source: str | None, loaded: "_OneAtATime", tasks: Mapping[str, ChosenTask], out: Path
+    one: Pass, replicate: int, source: str | None, loaded: "_CurrentModel", tasks: Mapping[str, ChosenTask], out: Path
 ) -> Item:
     request = one.request(replicate if len(one.models) == 1 else 0)  # models as replicates read the same draw
     folder, chosen = one.folder(replicate), one.model(replicate)
@@ -199,7 +198,7 @@ def _item(
     return Item(folder, decides, measure)
 
 
-class _OneAtATime:
+class _CurrentModel:
     """Model loader that keeps only the most recent model in memory."""
 
     def __init__(self, passes: Sequence[Pass], loading: Loading) -> None:

@@ -17,7 +17,7 @@ from sinklab.tables import plural
 PARAMETERS = re.compile(r"(?<![\d.a-z])(\d+(?:\.\d+)?)([MB])(?![a-z\d])", re.I)
 """Pattern of a parameter count in a model's name. The first match is used: 1.4B in OSP-1.4B-100B-Adam."""
 
-MANY = 6
+MOST_NAMED = 6
 """Maximum number of models that are listed by name."""
 
 
@@ -233,8 +233,8 @@ def passes_of(experiment: Experiment, subjects: Sequence[Subject]) -> list[Pass]
 
 
 def enumerated(names: Sequence[str]) -> str:
-    """Join the names of models: `a, b`, or `9 models, a to i` if there are more than MANY."""
-    return ", ".join(names) if len(names) <= MANY else f"{len(names)} models, {names[0]} to {names[-1]}"
+    """Join the names of models: `a, b`, or `9 models, a to i` if there are more than MOST_NAMED."""
+    return ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} models, {names[0]} to {names[-1]}"
 
 
 def download_of(models: Sequence[ModelChoice]) -> str:

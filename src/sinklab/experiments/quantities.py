@@ -91,10 +91,10 @@ EMERGED = 10.0
 MASSIVE = 2.0
 """Minimum norm ratio of a first token with a massive activation."""
 
-HALF = 50.0
+SINK_HEAD = 50.0
 """Minimum percentage of sequences with a sink on the first token in a sink head."""
 
-LAST = 3
+AVERAGED = 3
 """Number of final evaluations over which a run's quantities are averaged."""
 
 JUMP_WINDOW = 2.0
@@ -229,7 +229,7 @@ def quantity(name: str) -> Quantity:
     if found := re.fullmatch(f"layer_step_{_N}", name):
         heads = f"sink_layer_{found[1]}"
         return Quantity(name, f"Step of the first sink head in layer {found[1]}", "steps", 0,
-                        of_run=lambda run, _: run.first_step(heads, HALF))  # fmt: skip
+                        of_run=lambda run, _: run.first_step(heads, SINK_HEAD))  # fmt: skip
     for one in _NUMBERED:
         if found := re.fullmatch(one.name.replace("N", r"(0|[1-9]\d*)"), name):
             return Quantity(name, one.label.replace("N", found[1]), "nats", 3, once=True)
@@ -281,7 +281,7 @@ class RunNumbers:
         return fmean(last) if last else None
 
     def evaluations(
-        self, name: str, at_step: int | None = None, eps: str | None = None, count: int = LAST
+        self, name: str, at_step: int | None = None, eps: str | None = None, count: int = AVERAGED
     ) -> list[float]:
         """Return the values of a quantity at the last `count` evaluations up to `at_step`, without missing values.
 

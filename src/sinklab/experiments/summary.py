@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from sinklab.experiments.definition import WHAT_SCALES_ARE, Experiment, Scale
+from sinklab.experiments.definition import SCALE_NOTES, Experiment, Scale
 from sinklab.experiments.documents import (
     CellSummary,
     ExperimentSummary,
@@ -16,11 +16,11 @@ from sinklab.experiments.documents import (
 )
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.five_seeds import verdict_of_five
-from sinklab.experiments.verdicts.judging import Trial, judge
+from sinklab.experiments.verdicts.judging import ExperimentToJudge, judge
 from sinklab.schema import finite_or_none
 
 
-def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None = None) -> Trial:
+def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None = None) -> ExperimentToJudge:
     """Return a trained experiment at a scale of its `base`, with the claims to judge and its entry in summary.json.
 
     Args:
@@ -28,10 +28,10 @@ def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None
     """
     cells = list(experiment.cells_at(scale))
     published = {cell: experiment.published.numbers_of(cell) for cell in cells} if experiment.published else {}
-    shipped = [WHAT_SCALES_ARE[scale]] if scale in WHAT_SCALES_ARE and experiment.base[scale] == scale else []
+    shipped = [SCALE_NOTES[scale]] if scale in SCALE_NOTES and experiment.base[scale] == scale else []
     adapted = [*shipped, *(one.why for one in experiment.adapted.get(scale, ()))]
     entry = summary_entry(experiment, scale, cells, published, adapted=adapted, seeds=sorted(seeds or ()))
-    return Trial(experiment, entry, experiment.claims_at(scale))
+    return ExperimentToJudge(experiment, entry, experiment.claims_at(scale))
 
 
 def summary_entry(
@@ -58,31 +58,33 @@ def summary_entry(
     )
 
 
-def summarise(trials: Sequence[Trial], results: Mapping[str, CellResults], altered: bool = False) -> Summary:
+def summarise(
+    experiments: Sequence[ExperimentToJudge], results: Mapping[str, CellResults], altered: bool = False
+) -> Summary:
     """Return the content of summary.json: results of the cells, and verdicts on the claims.
 
     Args:
-        trials: experiments at a scale or on existing models, in the order of display.
-        results: results by cell name; cells of the same name have the same recipe in every experiment. Cells that no
-            trial has are omitted.
+        experiments: experiments at a scale or on existing models, in the order of display.
+        results: results by cell name; cells of the same name have the same recipe in every experiment. Cells of none
+            of the experiments are omitted.
         altered: whether --steps or --text override the recipes; verdicts of earlier sweeps and the power of pilot runs
             are then left out.
     """
-    scales = {trial.described.scale for trial in trials}
-    alone = trials[0].experiment if len(trials) == 1 else None
+    scales = {one.entry.scale for one in experiments}
+    alone = experiments[0].experiment if len(experiments) == 1 else None
     claims = [
         claim.model_copy(update={"finds": ""} if altered else {"elsewhere": verdict_of_five(claim)})
-        for trial in trials
-        for claim in judge(trial, results)
+        for one in experiments
+        for claim in judge(one, results)
     ]
     claims = _with_references(claims)
-    columns = list(dict.fromkeys(name for trial in trials for name in trial.experiment.columns))
-    cells = dict.fromkeys(cell for trial in trials for cell in trial.described.cells)
+    columns = list(dict.fromkeys(name for one in experiments for name in one.experiment.columns))
+    cells = dict.fromkeys(cell for one in experiments for cell in one.entry.cells)
     return Summary(
         id=alone.id if alone else "",
         title=alone.title if alone else "",
         scale=next(iter(scales)) if len(scales) == 1 else "",
-        experiments={trial.experiment.id: trial.described for trial in trials},
+        experiments={one.experiment.id: one.entry for one in experiments},
         cells={cell: _cell_summary(results[cell], columns) for cell in cells if cell in results},
         claims=claims,
         counts=verdict_counts(claims),

@@ -26,7 +26,7 @@ from sinklab.experiments.documents import (
 )
 from sinklab.experiments.quantities import Quantity, quantity
 from sinklab.experiments.sweep.packed import RECIPES, RUNS, is_packed, read_packed, unpack
-from sinklab.experiments.verdicts.counts import MANY
+from sinklab.experiments.verdicts.counts import ONE_MAY_DEVIATE
 from sinklab.files import parse_yaml
 from sinklab.measuring.statistics.highest import later_sink_text
 from sinklab.tables import Table, TableCell, TableColumn, Value, counted, names, number_text
@@ -321,5 +321,5 @@ def chance_of_claims(claims: Sequence[JudgedClaim]) -> str:
     decided = f"{len(seeds)} of the confirmatory claims are" if len(seeds) > 1 else "One of the confirmatory claims is"
     return (
         f"{decided} judged seed by seed: if half of all seeds satisfied each of them, chance would reproduce "
-        f"{sum((n + 1 if n >= MANY else 1) / 2**n for n in seeds):.1f}."
+        f"{sum((n + 1 if n >= ONE_MAY_DEVIATE else 1) / 2**n for n in seeds):.1f}."
     )

@@ -145,7 +145,7 @@ def unpack(top: Path, into: Path) -> list[Path]:
     return made
 
 
-def take_up(top: Path, out: Path) -> None:
+def import_packed(top: Path, out: Path) -> None:
     """Add the runs and manifests of a packed sweep to a sweep's directory; existing ones are kept.
 
     Raises:

@@ -18,7 +18,7 @@ from sinklab.train.start import with_checkpoint_values
 
 
 @dataclass(frozen=True)
-class Question:
+class ExperimentRequest:
     """An experiment to be trained at a scale with a number of consecutive seeds, from its first seed on."""
 
     experiment: Experiment
@@ -96,11 +96,11 @@ def scale_of(experiment: Experiment, scale: str) -> Scale:
     return cast(Scale, scale)
 
 
-def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> SweepPlan:
+def plan_sweep(requests: Sequence[ExperimentRequest], overlay: Mapping[str, Any]) -> SweepPlan:
     """Return the cells of several experiments with their recipes, and the order of training; needs no data.
 
     Args:
-        questions: requested experiments, all at the same scale, for which each has a base recipe (`scale_of`).
+        requests: requested experiments, all at the same scale, for which each has a base recipe (`scale_of`).
         overlay: recipe overlay for all cells, applied after those of the cell.
 
     Raises:
@@ -112,26 +112,26 @@ def plan_sweep(questions: Sequence[Question], overlay: Mapping[str, Any]) -> Swe
     cells: dict[str, SweepCell] = {}
     order: dict[tuple[str, int], None] = {}
     first: dict[str, str] = {}
-    for question in sorted(questions, key=lambda one: one.experiment.rank):
-        own = cells_of(question, overlay)
+    for request in sorted(requests, key=lambda one: one.experiment.rank):
+        own = cells_of(request, overlay)
         for name, cell in own.items():
             known = cells.get(name, cell)
             if known.recipe != cell.recipe:
                 raise InputError(
-                    f"cell {name} of {question.experiment.id} has a different recipe from that of {first[name]} "
+                    f"cell {name} of {request.experiment.id} has a different recipe from that of {first[name]} "
                     f"({_first_difference(known.recipe, cell.recipe)}): run them in different directories (--out), or "
                     "rename the cell"
                 )
-            first.setdefault(name, question.experiment.id)
+            first.setdefault(name, request.experiment.id)
             seeds, may_diverge = sorted({*cell.seeds, *known.seeds}), cell.may_diverge or known.may_diverge
             cells[name] = SweepCell(known.recipe, known.change, seeds, may_diverge)
-        order |= dict.fromkeys((name, seed) for seed in question.own_seeds for name in own)
+        order |= dict.fromkeys((name, seed) for seed in request.own_seeds for name in own)
     return SweepPlan(cells, tuple(order))
 
 
-def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepCell]:
+def cells_of(request: ExperimentRequest, overlay: Mapping[str, Any]) -> dict[str, SweepCell]:
     """Return the cells of an experiment by name; arguments and errors as in `plan_sweep`."""
-    experiment, scale = question.experiment, question.scale
+    experiment, scale = request.experiment, request.scale
     checks = [check for claim in experiment.claims_at(scale) if claim.check for check in parts_of(claim.check)]
     diverging = {check.cell for check in checks if isinstance(check, Diverges) and check.kind == "diverges"}
     values = recipe_values(experiment.base[scale])
@@ -145,7 +145,7 @@ def cells_of(question: Question, overlay: Mapping[str, Any]) -> dict[str, SweepC
         may_diverge = name in diverging or any(
             variant.may_diverge and variant.overlay in overlays for variant in VARIANTS.values()
         )
-        found[name] = SweepCell(recipe, change_of(recipe, base, overlays), question.own_seeds, may_diverge)
+        found[name] = SweepCell(recipe, change_of(recipe, base, overlays), request.own_seeds, may_diverge)
     return found
 
 

@@ -18,7 +18,7 @@ from sinklab.experiments.documents import RECORD, CellRun, Summary, edited, reco
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.results import NO_METRICS, CellResults, NoMetricsError, named_values, read_numbers
 from sinklab.experiments.summary import at_scale, summarise
-from sinklab.experiments.sweep.plan import PlannedSweep, Question
+from sinklab.experiments.sweep.plan import ExperimentRequest, PlannedSweep
 from sinklab.files import folders_with, read_document, write_json
 from sinklab.schema import ReadDocument, VersionedDocument
 from sinklab.train.directory.environment import ENVIRONMENT, recorded_hash
@@ -81,16 +81,16 @@ class SweepManifest(VersionedDocument):
         write_json(path, {**document, "experiment": experiment})
 
 
-def manifest_of(question: Question, sweep: PlannedSweep, overlay: Mapping[str, Any]) -> SweepManifest:
+def manifest_of(request: ExperimentRequest, sweep: PlannedSweep, overlay: Mapping[str, Any]) -> SweepManifest:
     """Return the manifest of one experiment of a planned sweep; `overlay` is that of `plan_sweep`."""
     cells = {
         name: ManifestCell(
             change=dict(sweep.plan.cells[name].change),
-            hashes={seed: sweep.hashes[name, seed] for seed in question.own_seeds},
+            hashes={seed: sweep.hashes[name, seed] for seed in request.own_seeds},
         )
-        for name in question.experiment.cells_at(question.scale)
+        for name in request.experiment.cells_at(request.scale)
     }
-    return SweepManifest(experiment=question.experiment, scale=question.scale, overlay=dict(overlay), cells=cells)
+    return SweepManifest(experiment=request.experiment, scale=request.scale, overlay=dict(overlay), cells=cells)
 
 
 def read_manifests(out: Path) -> dict[str, SweepManifest]:
@@ -203,9 +203,9 @@ def summary_of(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:
     Raises:
         InputError, SinklabError: see `results_of`.
     """
-    trials = [at_scale(one.experiment, one.scale, one.seeds) for one in manifests.values()]
+    experiments = [at_scale(one.experiment, one.scale, one.seeds) for one in manifests.values()]
     altered = any(one.overlay for one in manifests.values())
-    return summarise(trials, results_of(manifests, out), altered)
+    return summarise(experiments, results_of(manifests, out), altered)
 
 
 def _quantities(one: SweepManifest) -> Iterator[str]:
@@ -233,7 +233,7 @@ def _read(
 
 
 @dataclass(frozen=True)
-class Unassessed:
+class AssessmentRequest:
     """A finished run whose assessment on the validation text lacks parts that its experiments request, or is missing.
 
     Attributes:
@@ -255,7 +255,7 @@ class Unassessed:
         return self.directory / ASSESSMENT
 
 
-def unassessed(manifests: Iterable[SweepManifest], out: Path) -> list[Unassessed]:
+def assessment_requests(manifests: Iterable[SweepManifest], out: Path) -> list[AssessmentRequest]:
     """Return the finished runs in and below a directory whose assessment lacks parts that their experiments request.
 
     Raises:
@@ -266,7 +266,7 @@ def unassessed(manifests: Iterable[SweepManifest], out: Path) -> list[Unassessed
     for experiment, name, directory in _finished([one for one in manifests if one.experiment.assess], out):
         names.setdefault(directory, name)
         wanted.setdefault(directory, {}).update(dict.fromkeys(experiment.assess))
-    return [Unassessed(names[one], one, tuple(parts)) for one, parts in wanted.items() if _lacks(one, parts)]
+    return [AssessmentRequest(names[one], one, tuple(parts)) for one, parts in wanted.items() if _lacks(one, parts)]
 
 
 @dataclass(frozen=True)

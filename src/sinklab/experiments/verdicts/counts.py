@@ -9,7 +9,7 @@ from scipy.special import betaincinv
 FEWEST = 5
 """Minimum number of replicates (seeds, draws or models) of a verdict."""
 
-MANY = 9
+ONE_MAY_DEVIATE = 9
 """Minimum number of replicates at which one may deviate, and at which ranges leave out the two extreme values."""
 
 SEPARATED = 0.004
@@ -22,7 +22,7 @@ def seed_by_seed(held: Sequence[bool]) -> bool | None:
     With nine seeds or more, one seed may deviate in either case. The caller checks the minimum number of seeds: without
     seeds, the result is True.
     """
-    differ, kept = int(len(held) >= MANY), sum(held)
+    differ, kept = int(len(held) >= ONE_MAY_DEVIATE), sum(held)
     return True if kept >= len(held) - differ else False if kept <= differ else None
 
 
@@ -75,6 +75,6 @@ def middle_and_ends(values: Sequence[float]) -> tuple[float, float, float]:
 
     With nine values or more, the second smallest and the second largest value replace minimum and maximum.
     """
-    drop = int(len(values) >= MANY)
+    drop = int(len(values) >= ONE_MAY_DEVIATE)
     rising = sorted(values)
     return median(values), rising[drop], rising[len(rising) - 1 - drop]

@@ -12,10 +12,10 @@ from sinklab.experiments.claims import (
     Claim,
     Differs,
     Diverges,
+    HighestAt,
     Monotone,
     OverSubjects,
     QuantityClaim,
-    StandsAt,
     Undecidable,
     parts_of,
     quantities_of,
@@ -27,7 +27,7 @@ from sinklab.experiments.quantities import AT_EPS, OTHER_EPS_TEXTS, quantity
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.counts import FEWEST, seed_by_seed
 from sinklab.experiments.verdicts.five_seeds import detectable
-from sinklab.experiments.verdicts.kinds import Finding, Runs, put_to
+from sinklab.experiments.verdicts.kinds import Finding, Runs, evaluate
 from sinklab.experiments.verdicts.wording import number, unit
 from sinklab.tables import plural
 
@@ -39,25 +39,25 @@ ORDER: tuple[Verdict, ...] = ("contradicted", "not run", "no verdict", "inconclu
 
 
 @dataclass(frozen=True)
-class Trial:
+class ExperimentToJudge:
     """An experiment at one scale or on given models, whose claims are to be judged.
 
     Attributes:
-        described: the experiment's entry in summary.json.
+        entry: the experiment's entry in summary.json.
         claims: claims to judge, and claims that cannot be judged on the given models, in the order of the experiment.
     """
 
     experiment: Experiment
-    described: ExperimentSummary
+    entry: ExperimentSummary
     claims: Sequence[Claim | Undecidable]
 
 
-def judge(trial: Trial, results: Mapping[str, CellResults]) -> list[JudgedClaim]:
+def judge(to_judge: ExperimentToJudge, results: Mapping[str, CellResults]) -> list[JudgedClaim]:
     """Return the claims of an experiment with their verdicts; cells of other experiments are ignored."""
-    experiment, entry, scale = trial.experiment, trial.described, trial.described.scale
+    experiment, entry, scale = to_judge.experiment, to_judge.entry, to_judge.entry.scale
     own = {cell: results[cell].of_seeds(entry.seeds or None) for cell in entry.cells if cell in results}
     found = []
-    for one in trial.claims:
+    for one in to_judge.claims:
         if isinstance(one, Undecidable):
             claim = one.claim
             judged = JudgedClaim(id=claim.id, text=claim.text, evidence=one.why, cells=list(claim.cells))
@@ -138,9 +138,9 @@ def _judged(check: Check, runs: Runs, published: Published | None = None) -> tup
 
 def _part(check: Check, runs: Runs, published: Published | None) -> tuple[Verdict, str, int]:
     assert not isinstance(check, All | OverSubjects)
-    if waiting := _waits_for(check, runs):
+    if waiting := _missing_runs(check, runs):
         return "not run", waiting, 0
-    found = put_to(check, runs)
+    found = evaluate(check, runs)
     if found.holds and published and found.seeds >= FEWEST:
         found = _beside_published(found, check, published, runs)
     decided: dict[bool | None, Verdict] = {
@@ -159,7 +159,7 @@ def _at_eps(check: Check, runs: Runs) -> Verdict | None:
     """
     names = set(quantities_of(check))
     others = {name for name in names - AT_EPS.keys() if quantity(name).unit in ("%", "steps")}
-    if not names & AT_EPS.keys() or others or any(isinstance(part, StandsAt) for part in parts_of(check)):
+    if not names & AT_EPS.keys() or others or any(isinstance(part, HighestAt) for part in parts_of(check)):
         return None
     verdict = _judged(check, runs)[0]
     return verdict if verdict in JUDGED else None
@@ -180,7 +180,7 @@ def _by_importance(check: Check, runs: Runs) -> Verdict | None:
     return verdict if verdict in JUDGED else None
 
 
-def _waits_for(check: Check, runs: Runs) -> str:
+def _missing_runs(check: Check, runs: Runs) -> str:
     """Return a text that names the cells of a check that have no finished run; empty if every cell has one.
 
     For `diverges` and `trains`, a diverged run counts as finished.
@@ -236,7 +236,7 @@ def _beside_published(found: Finding, check: Check, published: Published, runs: 
     a number is outside.
     """
     at_end = isinstance(check, QuantityClaim) and check.at_step is None
-    if not at_end and not isinstance(check, StandsAt):
+    if not at_end and not isinstance(check, HighestAt):
         return found
     name = quantities_of(check)[0]
     of, said, size = quantity(name), [found.said], found.size

@@ -12,15 +12,15 @@ from sinklab.experiments.claims import (
     Differs,
     Diverges,
     Equal,
+    HighestAt,
     Monotone,
     Precedes,
     SingleCheck,
     SinkAbsent,
-    StandsAt,
     Within,
 )
 from sinklab.experiments.documents import ReplicateKind
-from sinklab.experiments.quantities import AT_EPS, LAST, RunNumbers, quantity
+from sinklab.experiments.quantities import AT_EPS, AVERAGED, RunNumbers, quantity
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.counts import FEWEST, pairs_against, seed_by_seed, separated, share_interval
 from sinklab.experiments.verdicts.wording import bounds, difference, each_seed, number, step_unit, unit
@@ -84,7 +84,7 @@ class Runs:
         found = {run.seed: run.value(name, at_step, self._eps(name)) for run in self.of(cell)}
         return {seed: value for seed, value in found.items() if value is not None}
 
-    def last(self, cell: str, name: str, at_step: int | None = None, count: int = LAST) -> dict[int, list[float]]:
+    def last(self, cell: str, name: str, at_step: int | None = None, count: int = AVERAGED) -> dict[int, list[float]]:
         """Return the values at the last `count` evaluations up to `at_step`, by seed; seeds without any are omitted."""
         found = {run.seed: run.evaluations(name, at_step, self._eps(name), count) for run in self.of(cell)}
         return {seed: values for seed, values in found.items() if values}
@@ -121,7 +121,7 @@ def _measured(found: Mapping[str, T], name: str, at_step: int | None) -> Mapping
     return found
 
 
-def put_to(check: SingleCheck, runs: Runs) -> Finding:
+def evaluate(check: SingleCheck, runs: Runs) -> Finding:
     """Evaluate a check on the runs of its cells; if a cell has no values, `holds` is None and `seeds` is 0."""
     try:
         return _found(check, runs)
@@ -261,7 +261,7 @@ def _monotone(check: Monotone, runs: Runs) -> Finding:
 
 
 @_found.register
-def _stands_at(check: StandsAt, runs: Runs) -> Finding:
+def _highest_at(check: HighestAt, runs: Runs) -> Finding:
     name = f"sink_{check.position}"
     rates = runs.values(check.cells, name)[check.cell]
     ahead = []
