@@ -61,7 +61,9 @@ def largest_activations(blocks: Sequence[nn.Module], real: RealTokens) -> Iterat
     """
     found: list[MassiveActivation] = []
     seen: list[Tensor] = []
-    first, count = int(real.index_BR[0, 0]), int(real.count_B[0])
+    first, count = 0, real.mask_BT.shape[1]
+    if real.padded:  # else not read from the tensors: it would wait for the GPU
+        first, count = int(real.index_BR[0, 0]), int(real.count_B[0])
 
     def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         if len(seen) < len(blocks):
