@@ -61,8 +61,8 @@ def collect(dirs: list[Path]) -> ReportData:
     directories are read once. Packed runs are unpacked into a temporary folder.
 
     Raises:
-        InputError: if `dirs` is empty, a directory is missing, unreadable or has no results, the runs of a directory
-            would also be read from another one that contains it, or a file cannot be read, is damaged or has an
+        InputError: if `dirs` is empty; if a directory is missing, unreadable or has no results; if one directory
+            contains another, so that runs would be counted twice; or if a file cannot be read, is damaged or has an
             unsupported schema version.
         SinklabError: if packed runs cannot be unpacked into a temporary folder.
     """
