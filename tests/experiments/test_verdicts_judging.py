@@ -295,7 +295,8 @@ def test_what_five_seeds_find_is_not_stated_of_other_sizes_than_that_of_the_pilo
     finds = {one.id: one.finds for one in judged}
     assert "nats" in finds["same_loss"]
     assert finds["one_in_six_same_loss"] == ""
-    assert {one.finds for one in judge(at_scale(load_experiment("rank_stability"), "tiny"), {})} == {""}
+    for other in ("rank_stability", "headline_4500"):  # another width, three times as many steps
+        assert {one.finds for one in judge(at_scale(load_experiment(other), "tiny"), {})} == {""}
 
 
 def test_what_five_seeds_find_is_not_stated_of_other_steps_or_another_text_than_those_of_the_pilots() -> None:

@@ -83,11 +83,12 @@ def judge(to_judge: ExperimentToJudge, results: Mapping[str, CellResults]) -> li
 
 
 def _piloted(claim: Claim, experiment: Experiment, scale: str) -> bool:
-    """Return True if the cells of a claim have the recipe of the scale's pilot runs, with the same width and layers."""
+    """Return True if the cells of a claim have the width, layers and steps of the scale's pilot runs."""
     for named, recipe in experiment.base.items():
         if named == recipe == scale:
             overlays = [overlay for cell in claim.cells for overlay in experiment.cells_at(named).get(cell, ())]
-            return not any({"width", "layers"} & set(overlay.get("model", ())) for overlay in overlays)
+            changed = {key for overlay in overlays for part in ("model", "train") for key in overlay.get(part, ())}
+            return not changed & {"width", "layers", "steps"}
     return False
 
 
