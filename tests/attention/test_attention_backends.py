@@ -67,6 +67,12 @@ def test_chunked_equals_eager(shape: str, mask: str, score: str) -> None:
         torch.testing.assert_close(ours, reference, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_mask_is_plain_exactly_if_it_is_the_causal_one(mask: str) -> None:
+    is_causal = torch.equal(MASKS[mask].block(0, 20, 0, 20, torch.device("cpu")), torch.ones(20, 20).tril().bool())
+    assert MASKS[mask].plain == is_causal
+
+
 @pytest.mark.parametrize("shape", ["one_block", "grouped"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_sdpa_equals_eager_where_it_applies(shape: str, mask: str) -> None:

@@ -225,6 +225,10 @@ class Leading(WrappedMask):
     count: int = 1
 
     @property
+    def plain(self) -> bool:
+        return self.rest.plain  # leading tokens before a causal sequence: the whole is causal
+
+    @property
     def running_sum(self) -> tuple[int, int] | None:
         inner = self.rest.running_sum
         return (self.count + inner[0], self.count + inner[1]) if inner and inner[1] else inner
