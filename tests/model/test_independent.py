@@ -24,7 +24,10 @@ from sinklab.attention.config import WindowMask
 from sinklab.attention.core import AttentionCore
 from sinklab.attention.query_blocks import CHUNK
 from sinklab.measuring.api import measure
+from sinklab.measuring.driver import measure as measure_tokens
+from sinklab.measuring.options import Options
 from sinklab.model.transformer import Transformer
+from sinklab.models.native import NativeAdapter
 from sinklab.train.recipe import Recipe, build_recipe
 
 CLOSE = 1e-8
@@ -211,9 +214,22 @@ def _check_measurement(model: Transformer, tokens: Tensor, theirs: Result, loss:
         assert (measured is None) == (len(found) < len(by_layer)), name  # a value per layer, or none
         if measured is not None:
             _close(f"measured {name}", torch.tensor(measured).double(), torch.stack(found).mean(1), FLOAT32)
+    _check_joint_statistics(model, tokens, theirs, got.eps)
     assert (got.loss is None) == (loss is None)
     if loss is not None:
         _close("measured loss", torch.tensor(got.loss, dtype=torch.float64), loss)
+
+
+def _check_joint_statistics(model: Transformer, tokens: Tensor, theirs: Result, eps: float) -> None:
+    got = measure_tokens(NativeAdapter(model), tokens, Options(eps=(eps,), dormant=True))
+    least, most = torch.stack(theirs.dormant, 1).mean(2)
+    dormant = torch.tensor(got.dormant).double()
+    assert ((dormant >= least - FLOAT32) & (dormant <= most + FLOAT32)).all()
+    shares = [one for one in theirs.bias_share if one is not None]
+    assert (got.sink_rate_first_or_bias is None) == (len(shares) < len(theirs.bias_share))
+    if got.sink_rate_first_or_bias is not None:
+        joint = torch.stack(theirs.importance)[..., 0] + torch.stack(shares)
+        assert got.sink_rate_first_or_bias == pytest.approx(100 * (joint > eps).double().mean().item())
 
 
 def _puts_out_zeros(recipe: Recipe) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Result(NamedTuple):
-    """Outputs of a model; the last four are lists over the attention layers."""
+    """Outputs of a model; all but the logits are lists over the attention layers."""
 
     logits: Tensor
     """(B, T, V)."""
@@ -31,6 +31,10 @@ class Result(NamedTuple):
     """Mean over all T queries of what the bias gets, or the registers together: (B, H)."""
     row_sums: list[Tensor | None]
     """Mean over all T queries of the raw sum of a row, where rows do not sum to one: (B, H)."""
+    dormant: list[Tensor]
+    """Share of the queries t > 1 whose largest share is that of token 1, a register or the bias, without and with the
+    ties: (2, B, H). Two keys of one token have the same share where there are no positions.
+    """
 
 
 def loss_of(model: Config, logits: Tensor, tokens: Tensor) -> Tensor:
@@ -117,8 +121,10 @@ def registers(bias: Config) -> int:
     return bias["count"] if bias["kind"] == "sink_token" else 0
 
 
-def measured(A: Tensor, operation: Config, bias: Config, T: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Shares, alpha of every token, the share of the bias and the mean row sum, from A (B, H, L, S)."""
+def measured(
+    A: Tensor, operation: Config, bias: Config, T: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+    """The last five of `Result`, from A (B, H, L, S)."""
     shares, row_sums = A, None
     if not rows_sum_to_one(operation):
         row_sums = A[..., -T:, :].sum(-1).mean(-1)
@@ -129,7 +135,13 @@ def measured(A: Tensor, operation: Config, bias: Config, T: int) -> tuple[Tensor
     stars = [-1] if bias["kind"] in ("k", "kv", "sink_logit", "off_by_one") else list(range(first))
     if operation["kind"] == "stick_breaking":
         stars.append(-1)  # the rest
-    return shares, alpha, of_tokens[..., stars].sum(-1).mean(-1) if stars else None, row_sums
+    later = of_tokens[..., 1:, :]
+    sinks = sorted({one % A.shape[-1] for one in (*range(first + 1), *stars)})
+    top, rest = later[..., sinks].max(-1)[0], [one for one in range(A.shape[-1]) if one not in sinks]
+    most = later[..., rest].max(-1)[0] if rest else torch.zeros_like(top)
+    dormant = torch.stack([(top > most * (1 + 1e-9)) & (top > 0), (top >= most * (1 - 1e-9)) & (top > 0)])
+    dormant = dormant.double().mean(-1)
+    return shares, alpha, of_tokens[..., stars].sum(-1).mean(-1) if stars else None, row_sums, dormant
 
 
 def rows_sum_to_one(operation: Config) -> bool:

@@ -14,6 +14,10 @@ sink_K_to_M       Sink_K + .. + Sink_M, percent
 sink_bias         sink rate of the attention to a bias, sink logit, sink token, registers or the remainder of
                   stick-breaking, percent
 sink_1_or_bias    Sink_1 + sink_bias, percent; Sink_1 if there is no bias
+sink_first_or_bias    sink rate of the attention to the first token and the bias together (their alphas are added
+                  before the threshold), percent; Sink_1 if there is no bias
+dormant_share     share of the queries t > 1 whose largest attention weight is on the first token or the bias, mean over
+                  layers and heads, percent
 sink_growth       Sink_1 (mean of the last three evaluations) minus Sink_1 at the last evaluation up to half of the
                   steps, percentage points
 sink_window_start sink rate of the first key of a query's window, percent, with alpha averaged over the queries whose
@@ -41,9 +45,12 @@ norm_step         first evaluated step at which norm_ratio reaches 2 from below;
 layer_step_L      first evaluated step with sink_layer_L >= 50 %
 loss_change       discontinuity of valid_loss at emergence_step, nats per token (`discontinuity_at`)
 
+key_norm_ratio    |k_1| over the mean |k_t| of the other positions t, mean over layers; None if infinite
+value_norm_ratio  the same for values
+
 Existing models have sink_K, sink_K_visible, sink_first_P, sink_K_to_M, sink_bias, sink_1_or_bias, importance_first,
-norm_ratio, valid_loss (with `loss: true`), kurtosis * and the following (results.py); * needs `details: true`:
-key_norm_ratio, value_norm_ratio    |k_1|, |v_1| over the mean of the other positions, mean over layers
+norm_ratio, key_norm_ratio, value_norm_ratio, valid_loss (with `loss: true`), kurtosis * and the following (results.py);
+* needs `details: true`:
 activation_ratio                    largest |activation| after a block over the median |activation| there, maximum over
                                     blocks, in the first sequence
 largest_activation                  largest |activation| after the 8 blocks with the largest of these ratios
@@ -158,6 +165,11 @@ _NAMED = {
         Quantity("sink_bias", "Sink rate of the bias", "%", 1, lambda one: one.sink_rate_bias),
         Quantity("sink_1_or_bias", "Sink rate of the first token and the bias", "%", 1,
                  lambda one: _sum_of([*one.sink_rate[:1], one.sink_rate_bias or 0.0])),
+        Quantity("sink_first_or_bias", "Sink rate of the first token and the bias together", "%", 1,
+                 lambda one: one.sink_rate_first_or_bias if one.sink_rate_bias is not None
+                 else _at(one.sink_rate, 1)),
+        Quantity("dormant_share", "Queries whose largest weight is on the first token or bias", "%", 1,
+                 lambda one: _mean_percent(one.dormant_heads)),
         Quantity("sink_growth", "Increase of Sink_1 in the second half", "points", 1,
                  of_run=lambda run, _: run.sink_growth()),
         Quantity("sink_window_start", "Sink rate of the first key of a window", "%", 1,
@@ -188,8 +200,10 @@ _NAMED = {
                  of_run=lambda run, _: run.first_step("norm_ratio", MASSIVE, from_below=True)),
         Quantity("loss_change", "Jump of the loss at the emergence of the sink", "nats", 3,
                  of_run=lambda run, _: run.loss_change()),
-        Quantity("key_norm_ratio", "Norm ratio of the first key", "x", 2),
-        Quantity("value_norm_ratio", "Norm ratio of the first value", "x", 2),
+        Quantity("key_norm_ratio", "Norm ratio of the first key", "x", 2,
+                 lambda one: _mean_of_finite(one.key_norm_ratio)),
+        Quantity("value_norm_ratio", "Norm ratio of the first value", "x", 2,
+                 lambda one: _mean_of_finite(one.value_norm_ratio)),
         Quantity("activation_ratio", "Ratio of the largest activation to the median", "x", 0),
         Quantity("largest_activation", "Largest activation", "", 0),
         Quantity("cosine_first", "cos(q, k) with the first key", "", 2),
@@ -343,6 +357,9 @@ AT_EPS: Mapping[str, Callable[[Evaluation], Mapping[str, float | None] | None]] 
     "sink_1_visible": lambda one: one.sink_rate_visible_eps or one.sink_rate_eps,
     "sink_bias": lambda one: one.sink_rate_bias_eps,
     "sink_1_or_bias": lambda one: _first_or_bias(one),
+    "sink_first_or_bias": lambda one: (
+        one.sink_rate_eps if one.sink_rate_bias is None else one.sink_rate_first_or_bias_eps
+    ),
 }
 """Functions that return the sink rates of an evaluation by threshold (with `OTHER_EPS_TEXTS`), by quantity."""
 
@@ -377,6 +394,11 @@ def _mean_percent(by_layer: Sequence[Sequence[float | None]] | None) -> float | 
 def _mean_of_known(values: Sequence[float | None]) -> float | None:
     known = [one for one in values if one is not None]
     return fmean(known) if known else None
+
+
+def _mean_of_finite(ratios: Sequence[float] | None) -> float | None:
+    """Return the mean over layers; None if there are no values or one is infinite."""
+    return finite_or_none(fmean(ratios)) if ratios else None
 
 
 def _largest(ratios: Sequence[float] | None) -> float | None:

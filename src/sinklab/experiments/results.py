@@ -4,7 +4,6 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 
@@ -110,6 +109,8 @@ def measured_numbers(cell: MeasuredCell, measured: Measurement, draw: int) -> Ru
         sink_rate_bias=measured.sink_rate_bias if whole and cell.eps == measured.eps else None,
         valid_loss=measured.loss if whole else None,
         hidden_norm_ratio=(measured.hidden_norm_ratio or []) if whole else [],
+        key_norm_ratio=measured.key_norm_ratio if whole else None,
+        value_norm_ratio=measured.value_norm_ratio if whole else None,
     )
     others = _others(cell, measured) if whole else {}
     return RunNumbers(draw, [reading], sequences=measured.sequences, measured=others)
@@ -125,9 +126,6 @@ def _others(cell: MeasuredCell, measured: Measurement) -> dict[str, float]:
     if (said := measured.propositions) is not None:
         deviations = (said.hidden_deviation, said.attention_deviation or 0.0, -(said.bound_slack or 0.0))
         found["proposition_excess"] = max(deviations) / said.tolerance
-    for name, ratios in (("key_norm_ratio", measured.key_norm_ratio), ("value_norm_ratio", measured.value_norm_ratio)):
-        if ratios and math.isfinite(mean := fmean(ratios)):
-            found[name] = mean
     if measured.details and (kurtosis := measured.details.by_layer.get("kurtosis_by_block")):
         found["kurtosis"] = max(kurtosis)
     if measured.massive_activations:

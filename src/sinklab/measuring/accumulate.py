@@ -25,8 +25,11 @@ from sinklab.measuring.options import Options
 from sinklab.measuring.records import Batch
 from sinklab.measuring.statistics.collecting import DetailTotals
 
-COUNTED = ("importance_BHT", "visible_BHT", "bias_BH", "window_start_BH")
-"""Quantities of `Batch.recorded` for which a sink rate is computed."""
+COUNTED = ("importance_BHT", "visible_BHT", "bias_BH", "first_or_bias_BH", "window_start_BH")
+"""Quantities of `Batch.recorded` for which a sink rate is computed.
+
+`first_or_bias_BH` is the sum of alpha of position 1 and of `bias_BH`, if all layers have a bias.
+"""
 WORDS = {
     "importance_BHT": "importance values",
     "visible_BHT": "importance values over the queries that see a key",
@@ -78,6 +81,9 @@ class Accumulator:
             for sums in (self._sums, self._hits, self._triples):
                 if "importance_BHT" in sums and "visible_BHT" not in sums:
                     sums["visible_BHT"] = sums["importance_BHT"].clone()
+        bias_ABH = recorded.get("bias_BH")
+        if bias_ABH is not None and len(bias_ABH) == len(importance_ABHT):
+            recorded["first_or_bias_BH"] = importance_ABHT[..., 0] + bias_ABH
         for name, part in recorded.items():
             total = part.double().sum(1)
             if name.endswith("T"):
@@ -160,6 +166,7 @@ ARRAYS = {
     "importance_visible": "visible_BHT",
     "importance_registers": "registers_BHN",
     "row_sums": "row_sums_BH",
+    "dormant": "dormant_BH",
     "hidden_norm": "hidden_BT",
     "key_norm": "key_norm_BT",
     "value_norm": "value_norm_BT",
@@ -215,6 +222,9 @@ def measurement_from(
         sink_rate_by_length={str(length): totals.sink_rates(str(length)) for length in totals.lengths} or None,
         sink_rate_bias=next(iter(totals.sink_rate("bias_BH") or ()), None),
         sink_rates_bias={eps: rate for eps, [rate] in totals.sink_rates("bias_BH").items() if several} or None,
+        sink_rate_first_or_bias=next(iter(totals.sink_rate("first_or_bias_BH") or ()), None),
+        sink_rates_first_or_bias={eps: rate for eps, [rate] in totals.sink_rates("first_or_bias_BH").items() if several}
+        or None,
         sink_rate_window_start=next(iter(totals.sink_rate("window_start_BH") or ()), None),
         uniform_ratio=totals.uniform_ratio(),
         loss=totals.loss / totals.targets if totals.targets else None,  # None without targets (`Measurement.loss`)

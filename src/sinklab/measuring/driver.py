@@ -89,7 +89,8 @@ def measure(
         before = stack.enter_context(entering_norms(adapter.post_norms))
         if details is not None:
             stack.enter_context(adapter.gated(details.gates))  # may run the model on a few tokens
-        records = stack.enter_context(_recording(adapter, options.lengths, details))  # may run the model on two tokens
+        recording = _recording(adapter, options.lengths, details, options.dormant)
+        records = stack.enter_context(recording)  # may run the model on two tokens
         first_sequence = _after_leading(adapter.leading, mask_NT[:1])
         largest = stack.enter_context(largest_activations(adapter.blocks, first_sequence))
         if details is not None:
@@ -140,10 +141,10 @@ def measure(
 
 
 def _recording(
-    adapter: Adapter, lengths: Sequence[int], details: DetailsCollector | None
+    adapter: Adapter, lengths: Sequence[int], details: DetailsCollector | None, dormant: bool = False
 ) -> AbstractContextManager[NativeRecords | Recorder]:
     if isinstance(adapter, NativeAdapter):
-        return native_records(adapter, lengths, details)
+        return native_records(adapter, lengths, details, dormant)
     from sinklab.measuring.huggingface.probe import adapter_records
 
     return adapter_records(cast("PreTrainedModel", adapter.module), adapter, lengths, details)

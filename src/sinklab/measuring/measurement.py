@@ -63,6 +63,8 @@ class Measurement(WithArrays):
             over the layers that have one of them; None if no layer has any.
         sink_rates_bias: `sink_rate_bias` for every threshold; None, and left out of the files, if there is only one
             threshold or `sink_rate_bias` is None.
+        sink_rate_first_or_bias, sink_rates_first_or_bias: the same for the sum of the attention to position 1 and the
+            attention of `sink_rate_bias`; None, and left out of the files, if a layer has no bias.
         sink_rate_window_start: sink rate of the attention to the first key of a query's sliding window, mean over the
             queries whose window no longer contains position 1. None, and left out of the files, if there are no such
             queries, if learned tokens precede the sequence, and for Hugging Face models.
@@ -106,6 +108,8 @@ class Measurement(WithArrays):
             more layers lack it.
         importance_registers: alpha of each register (L, H, R), mean over sequences; None if there are fewer than two.
         row_sums: sum of the raw scores of a query, mean over sequences and queries (L, H); None if it is always one.
+        dormant: share of the queries t > 1 whose largest attention weight is on position 1 or on what `sink_rate_bias`
+            includes (L, H); None except in the evaluations of a training run.
         hidden_norm: l2 norm of the residual stream, mean over sequences (M, T); None if blocks cannot be found.
         gradient_norm: norm of the gradient of the mean loss with respect to the attention input (L, T); None unless
             requested.
@@ -136,6 +140,8 @@ class Measurement(WithArrays):
     sink_rate_by_length: dict[str, dict[str, list[Percent]]] | None = None
     sink_rate_bias: Percent | None
     sink_rates_bias: Omitted[dict[str, Percent]] = None
+    sink_rate_first_or_bias: Omitted[Percent] = None
+    sink_rates_first_or_bias: Omitted[dict[str, Percent]] = None
     sink_rate_window_start: Omitted[Percent] = None
     uniform_ratio: list[Annotated[FiniteFloat, Field(ge=0)]]
     loss: FiniteFloat | None
@@ -164,6 +170,7 @@ class Measurement(WithArrays):
     importance_bias: Annotated[ArrayOrNone, Axes("LH")] = None
     importance_registers: Annotated[ArrayOrNone, Axes("LHR")] = None
     row_sums: Annotated[ArrayOrNone, Axes("LH")] = None
+    dormant: Annotated[ArrayOrNone, Axes("LH")] = None
     hidden_norm: Annotated[ArrayOrNone, Axes("MT")] = None
     key_norm: Annotated[Array, Axes("LT")]
     value_norm: Annotated[Array, Axes("LT")]

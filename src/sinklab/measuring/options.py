@@ -82,6 +82,7 @@ class Options(CommandSettings, frozen=True):
 
     Attributes:
         eps: thresholds on alpha of the sink rate; the first is the main one.
+        dormant: also compute `Measurement.dormant` (sinklab transformers only).
         first_target: 1-based position of the first target included in the loss; under a prefix mask, targets inside the
             prefix are excluded too, as in training.
     """
@@ -121,6 +122,7 @@ class Options(CommandSettings, frozen=True):
         ge=1,
         description="Sequences per batch; default: as many as fit in memory, at most 16 sequences and 8,192 tokens.",
     )
+    dormant: bool = False
     first_target: int = 2
     model_name: str = ""
     bos: bool = False

@@ -38,6 +38,8 @@ class LayerRecord:
             for every key k, so that it equals alpha.
         row_sums_BH: sum of the raw scores of a query, mean over real queries; None if it is always one.
         registers_BHN: alpha of each of N registers; None if there are fewer than two.
+        dormant_BH: share of the queries t > 1 whose largest attention weight is on the first token or on what `bias_BH`
+            includes (learned tokens one by one); None unless requested, and for Hugging Face models.
         window_start_BH: attention of a query to the first key of its sliding window, mean over the queries whose window
             no longer contains position 1. None if there are no such queries, if learned tokens precede the sequence,
             and for Hugging Face models.
@@ -52,6 +54,7 @@ class LayerRecord:
     visible_BHT: Tensor | None = None
     row_sums_BH: Tensor | None = None
     registers_BHN: Tensor | None = None
+    dormant_BH: Tensor | None = None
     window_start_BH: Tensor | None = None
     view: View | None = None
     prefixes: tuple[Tensor, ...] = ()
@@ -157,15 +160,18 @@ class NativeRecords:
     Args:
         lengths: additional lengths to which the sequences are truncated.
         details: collector that receives the attention of every layer, if any.
+        dormant: also record `LayerRecord.dormant_BH`.
 
     Attributes:
         backend: attention backend.
         layers: records of the attention layers since the last `clear`.
     """
 
-    def __init__(self, backend: str, lengths: Sequence[int], details: DetailsCollector | None) -> None:
+    def __init__(
+        self, backend: str, lengths: Sequence[int], details: DetailsCollector | None, dormant: bool = False
+    ) -> None:
         self.backend, self.layers = backend, list[LayerRecord]()
-        self._lengths, self._details = lengths, details
+        self._lengths, self._details, self._dormant = lengths, details, dormant
 
     def clear(self) -> None:
         """Discard all records."""
@@ -192,6 +198,7 @@ class NativeRecords:
                 visible_BHT=alpha.visible_BHT,
                 row_sums_BH=alpha.row_sums_BH,
                 registers_BHN=alpha.registers_BHN,
+                dormant_BH=_dormant(layer) if self._dormant else None,
                 window_start_BH=_window_start(layer),
                 view=None if alpha.visible_BHT is None else view_of(alpha.seen_by_BGT, later_T),
                 prefixes=tuple(cut),
@@ -204,7 +211,7 @@ class NativeRecords:
 
 @contextmanager
 def native_records(
-    adapter: NativeAdapter, lengths: Sequence[int], details: DetailsCollector | None
+    adapter: NativeAdapter, lengths: Sequence[int], details: DetailsCollector | None, dormant: bool = False
 ) -> Iterator[NativeRecords]:
     """Record the attention layers in every forward pass inside the `with` block.
 
@@ -213,9 +220,28 @@ def native_records(
     Raises:
         SinklabError: see `intercept`.
     """
-    records = NativeRecords(str(adapter.cores[0].backend), lengths, details)
+    records = NativeRecords(str(adapter.cores[0].backend), lengths, details, dormant)
     with intercept(adapter, observe=records.observe):
         yield records
+
+
+def _dormant(layer: LayerCall) -> Tensor:
+    """Return the share (B, H) of the queries t > 1 whose largest weight is on the first token, a learned token or bias.
+
+    Such a query has a dormant head (2410.13835). Ties count; rows of zeros, as with ReLU scores, do not.
+    """
+    first = layer.leading  # column of the first token
+    hits_BH = layer.call.q_BHTD.new_zeros(layer.call.q_BHTD.shape[:2])
+    for rows in layer.rows():
+        largest_BHQ = rows.weights_BHQS.amax(-1)
+        sink_BHQ = torch.zeros_like(largest_BHQ)
+        if rows.block.low <= first:
+            sink_BHQ = rows.weights_BHQS[..., : first + 1 - rows.block.low].amax(-1)
+        if rows.bias_BHQ is not None:
+            largest_BHQ, sink_BHQ = (torch.maximum(x, rows.bias_BHQ) for x in (largest_BHQ, sink_BHQ))
+        later_Q = torch.arange(rows.block.start, rows.block.stop, device=hits_BH.device) > first
+        hits_BH += ((sink_BHQ >= largest_BHQ) & (largest_BHQ > 0) & later_Q).sum(-1)
+    return hits_BH / max(layer.length - first - 1, 1)
 
 
 def _window_start(layer: LayerCall) -> Tensor | None:

@@ -53,12 +53,13 @@ class Evaluator:
         loss, *others = (torch.stack(losses).sum(0) / sum(map(len, self.batches))).tolist()
         return loss, dict(zip(added.terms, others, strict=True))
 
-    def measure(self, details: bool = False, other_eps: Sequence[float] = ()) -> Measurement:
+    def measure(self, details: bool = False, other_eps: Sequence[float] = (), dormant: bool = False) -> Measurement:
         """Measure the sink metric on the validation text, under the recipe's data interventions.
 
         Args:
             details: also compute the statistics of `measuring/statistics/details.py`.
             other_eps: additional thresholds of the sink rate.
+            dormant: also compute `Measurement.dormant`.
 
         Raises:
             SinklabError: if an activation or the loss is not finite, or a sequence does not fit into memory.
@@ -69,6 +70,7 @@ class Evaluator:
             eps=(metric.eps, *(eps for eps in other_eps if eps != metric.eps)),
             batch_size=METRIC_BATCH,
             details=details,
+            dormant=dormant,
             model_name=self.recipe.name,
             bos=self.recipe.data.bos,
         )

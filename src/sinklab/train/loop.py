@@ -226,7 +226,7 @@ class Trainer:
         state, (loss, added) = self.state, self.evaluator.losses()
         if not math.isfinite(loss):
             raise self._diverged(f"training diverged at step {state.step}: the validation loss is {loss}.")
-        measurement = self.evaluator.measure(other_eps=OTHER_EPS)
+        measurement = self.evaluator.measure(other_eps=OTHER_EPS, dormant=True)
         row = {
             "step": state.step,
             "tokens": state.step * self.recipe.train.batch_size * self.recipe.model.context,
@@ -236,12 +236,17 @@ class Trainer:
             "sink_rate": measurement.sink_rate,
             "sink_rate_visible": measurement.sink_rate_visible,
             "sink_rate_bias": measurement.sink_rate_bias,
+            "sink_rate_first_or_bias": measurement.sink_rate_first_or_bias,
             "sink_rate_heads": measurement.sink_rate_of_heads().tolist(),
             "sink_rate_eps": first_position(measurement.sink_rates),
             "sink_rate_visible_eps": first_position(measurement.sink_rates_visible),
             "sink_rate_bias_eps": measurement.sink_rates_bias,
+            "sink_rate_first_or_bias_eps": measurement.sink_rates_first_or_bias,
             "importance_first_heads": measurement.importance[..., 0].tolist(),
+            "dormant_heads": None if measurement.dormant is None else measurement.dormant.tolist(),
             "hidden_norm_ratio": measurement.hidden_norm_ratio,
+            "key_norm_ratio": measurement.key_norm_ratio,
+            "value_norm_ratio": measurement.value_norm_ratio,
             "norm_ratio_before_norm": measurement.norm_ratio_before_norm,
             "norm_ratio_sink_token": measurement.norm_ratio_sink_token,
             "sink_rate_window_start": measurement.sink_rate_window_start,

@@ -27,7 +27,12 @@ class Evaluation(ReadDocument):
         sink_rate_heads: percent of the sequences in which the first position is a sink, by attention layer and head.
         sink_rate_eps, sink_rate_visible_eps, sink_rate_bias_eps: Sink_1, `sink_rate_visible` of position 1, and
             `sink_rate_bias` for the thresholds `metric.eps`, 0.2 and 0.4, by threshold ("0.3").
+        sink_rate_first_or_bias, sink_rate_first_or_bias_eps: sink rate of the attention to the first position and the
+            bias together, and by threshold.
         importance_first_heads: alpha_1, mean over sequences, by attention layer and head (0..1).
+        dormant_heads: share of the queries t > 1 whose largest attention weight is on the first position or the bias
+            (`Measurement.dormant`), by attention layer and head (0..1).
+        key_norm_ratio, value_norm_ratio: norm of the first key (value) over the mean of the others, by layer.
         lr: learning rate of the next update.
         grad_norm: gradient norm of the last update, before clipping.
         tokens_per_second: training throughput of all processes since the previous evaluation or the start of this
@@ -50,11 +55,16 @@ class Evaluation(ReadDocument):
     sink_rate_eps: dict[str, float | None] | None = None
     sink_rate_visible_eps: dict[str, float | None] | None = None
     sink_rate_bias_eps: dict[str, float | None] | None = None
+    sink_rate_first_or_bias: float | None = None
+    sink_rate_first_or_bias_eps: dict[str, float | None] | None = None
     sink_rate_window_start: float | None = None
     norm_ratio_before_norm: list[Ratio] | None = None
     norm_ratio_sink_token: list[Ratio] | None = None
     importance_first_heads: list[list[float | None]] | None = None
+    dormant_heads: list[list[float | None]] | None = None
     hidden_norm_ratio: list[Ratio] = Field(default_factory=list)
+    key_norm_ratio: list[Ratio] | None = None
+    value_norm_ratio: list[Ratio] | None = None
     lr: float | None = None
     grad_norm: float | None = None
     tokens_per_second: float | None = None
