@@ -81,7 +81,7 @@ def test_a_reference_to_no_comparison_is_refused(same_as: str, said: str, tmp_pa
         ({"changed": "later"}, "changed"),
         ({"stated": "soon"}, "stated"),
         ({"evidence": "strong"}, "evidence"),
-        ({"asks_massive": "nobody"}, "refers to unknown cell 'nobody' in its check or in asks_massive"),
+        ({"asks_massive": "nobody"}, "refers to unknown cell 'nobody' in its check, asks_massive or asks_sink"),
         ({"scales": ["large"]}, "scales"),
     ],
 )  # fmt: skip

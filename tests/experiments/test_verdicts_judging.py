@@ -229,6 +229,46 @@ def test_claims_about_massive_activations_are_asked_where_the_baseline_has_one(
     assert judged(NORMS, results=results)[0].verdict in ("reproduced", "no verdict")
 
 
+@pytest.mark.parametrize(
+    ("softmax", "expected"),
+    [
+        ([10.0] * 5, "reproduced"),
+        ([9.9, 30.0, 30.0, 30.0, 30.0], "not asked"),
+        ([9.9, *[30.0] * 8], "reproduced"),  # with nine seeds, one may deviate
+        ([9.9, 30.0, 30.0], "no verdict"),
+    ],
+)
+def test_claims_about_sinks_are_asked_where_the_baseline_has_one(softmax: Sequence[float], expected: str) -> None:
+    results = cells_of("sink_1", {"softmax": softmax, "k_biases": [0.0] * len(softmax)})
+    absent = {"is": "absent", "cell": "k_biases"}
+    of_softmax = {"is": "within", "value": "sink_1", "cell": "softmax", "at_least": 5.0}
+    loss = {"is": "within", "value": "valid_loss", "cell": "k_biases", "at_most": 99.0}
+    asked, alone, other = judged(absent, of_softmax, loss, results=results, asks_sink=True)
+    assert asked.verdict == expected
+    if expected == "not asked":
+        assert "requires a sink in softmax" in asked.evidence
+    enough = len(softmax) >= 5
+    assert alone.verdict == ("reproduced" if enough else "no verdict")  # of the baseline itself, which may have none
+    assert other.verdict != "not asked"  # about no sink
+    assert judged(absent, results={}, asks_sink=True)[0].verdict == "not run"
+
+
+def test_norm_claims_of_the_last_block_ask_for_growth_of_the_last_block() -> None:
+    def of(ratios: tuple[float, float, float]) -> CellResults:
+        before, after = reading(0), reading(100)
+        before = before.model_copy(update={"hidden_norm_ratio": [1.0, 3.0, 1.0]})
+        return cell_of(*(run_of(seed, before, after.model_copy(update={"hidden_norm_ratio": [*ratios]}))
+                         for seed in range(5)))  # fmt: skip
+
+    results = {"softmax": of((1.0, 4.0, 3.0)), "k_biases": of((1.0, 2.0, 1.0))}
+    last = {"is": "less", "value": "norm_ratio_last", "cell": "k_biases", "than": "softmax", "times": 2.0}
+    largest = last | {"value": "norm_ratio", "times": None}
+    assert [one.verdict for one in judged(last, largest, results=results, asks_massive=True)] == [
+        "reproduced",
+        "not asked",  # the largest ratio grows from 3 to 4 only
+    ]
+
+
 def test_a_claim_may_name_the_cell_that_must_have_a_massive_activation() -> None:
     claims = [{"id": "a", "text": "A", "check": NORMS, "asks_massive": "k_biases"},
               {"id": "b", "text": "B", "check": NORMS, "asks_massive": False}]  # fmt: skip

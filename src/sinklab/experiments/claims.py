@@ -308,6 +308,8 @@ class Claim(Part):
         asks_massive: True or the name of a cell: judge the claim only if training at least doubles the norm ratio of
             the baseline or of this cell. False: always judge it. Default: the experiment's setting if the check uses
             a quantity in `definition.NORMS`, else False.
+        asks_sink: the same for a Sink_1 of at least 10 % of the baseline or of this cell. Default: the experiment's
+            setting if the check uses a quantity of sinks, else False.
         positions: judge the claim only for models that add positional embeddings to the token embeddings ("added"), or
             only for models that do not ("other").
         proposition: judge the claim only for models to which the paper's proposition with this number applies.
@@ -324,6 +326,7 @@ class Claim(Part):
     same_as: str | None = Field(default=None, pattern=r"^[\w.-]+\.\w+$")
     scales: tuple[Scale, ...] | None = None
     asks_massive: bool | str | None = None
+    asks_sink: bool | str | None = None
     positions: Literal["added", "other"] | None = None
     proposition: int | None = Field(default=None, ge=1, le=4)
     evidence: Analysis | None = None

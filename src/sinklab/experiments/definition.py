@@ -47,7 +47,7 @@ cells:
 from collections.abc import Mapping, Sequence
 from datetime import date
 from itertools import product
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
@@ -63,7 +63,7 @@ from sinklab.experiments.claims import (
 )
 from sinklab.experiments.documents import GRID, Analysis, ReplicateKind
 from sinklab.experiments.paper import Published
-from sinklab.experiments.quantities import QuantityName
+from sinklab.experiments.quantities import QuantityName, quantity
 from sinklab.interventions import VARIANTS
 from sinklab.measuring.options import Inputs
 from sinklab.schema import Part
@@ -73,6 +73,8 @@ SCALES: tuple[Scale, ...] = get_args(Scale)
 
 NORMS = {
     "norm_ratio",
+    "norm_ratio_last",
+    "norm_growth_last",
     "norm_ratio_before_norm",
     "norm_ratio_sink_token",
     "norm_growth",
@@ -81,6 +83,14 @@ NORMS = {
     "kurtosis",
 }
 """Quantities of massive activations. `Experiment.asks_massive` applies to the claims that use one of them."""
+
+
+class Precondition(NamedTuple):
+    """What the runs of a cell must show for a claim to be judged: a massive activation, or a sink."""
+
+    needs: Literal["massive", "sink"]
+    cell: str
+
 
 PAPER_SCALES = ("60m", "1b")
 """Scales of the paper's models. Verdicts use the paper's numbers only at these scales."""
@@ -97,7 +107,8 @@ SCALE_NOTES: Mapping[Scale, str] = {
 """Differences between a shipped recipe and the paper's model; the first entry of `ExperimentSummary.adapted`."""
 
 ONLY_TRAINED = {
-    "base", "baseline", "changes", "adapted", "assess", "tune", "first_seed", "asks_massive", "same_as", "scales",
+    "base", "baseline", "changes", "adapted", "assess", "tune", "first_seed", "asks_massive", "asks_sink", "same_as",
+    "scales",
 }  # fmt: skip
 """Fields of experiments and claims that apply only to trained cells."""
 
@@ -239,6 +250,8 @@ class Experiment(Part):
         asks_massive: condition for claims that use a quantity in `NORMS` and do not set their own. True, or the name
             of a cell: judge these claims only if training at least doubles the norm ratio of the baseline, or of this
             cell. False: always judge them.
+        asks_sink: the same for claims that use a quantity of sinks (`is_about_sinks`), except those of the named cell
+            alone: the baseline, or this cell, must have a Sink_1 of at least 10 %.
         rank: sort key in lists, sweeps and summaries, ascending.
     """
 
@@ -263,6 +276,7 @@ class Experiment(Part):
     seeds: int = Field(default=5, ge=1)
     first_seed: int = Field(default=0, ge=0)
     asks_massive: bool | str = False
+    asks_sink: bool | str = False
     rank: int = 1000
 
     @field_validator("base", mode="before")
@@ -333,11 +347,11 @@ class Experiment(Part):
         if repeated := [one for one in ids if ids.count(one) > 1]:
             raise ValueError(f"two claims have the id {repeated[0]}: rename one of them")
         for claim in self.claims:
-            named = self.massive_cell(claim)
-            asked = [] if claim.same_as else [*claim.cells, *([named] if named else [])]
+            condition = self.precondition(claim)
+            asked = [] if claim.same_as else [*claim.cells, *([condition.cell] if condition else [])]
             if missing := [cell for cell in asked if cell not in known]:
                 raise ValueError(
-                    f"claim {claim.id} refers to unknown cell {missing[0]!r} in its check or in asks_massive"
+                    f"claim {claim.id} refers to unknown cell {missing[0]!r} in its check, asks_massive or asks_sink"
                 )
             if wrong := [scale for scale in claim.scales or () if scale not in self.base]:
                 raise ValueError(
@@ -435,17 +449,22 @@ class Experiment(Part):
         made = [claim for claim in self.claims if claim.scales is None or scale in claim.scales]
         return [claim for claim in made if claim.same_as or all(cell in cells for cell in claim.cells)]
 
-    def massive_cell(self, claim: Claim) -> str | None:
-        """Return the cell whose norm ratio training must at least double for the claim to be judged.
+    def precondition(self, claim: Claim) -> Precondition | None:
+        """Return what a cell must have for the claim to be judged; None if the claim is always judged.
 
-        None if the claim is always judged. If the claim does not set `asks_massive`, the experiment's setting applies,
-        provided that the check uses a quantity in `NORMS`.
+        A claim that does not set `asks_massive` or `asks_sink` has the experiment's setting if its check uses a
+        quantity in `NORMS` or of sinks, respectively. If both apply, the condition is that of massive activations.
         """
-        said = claim.asks_massive
-        if said is None:
-            about_norms = claim.check and NORMS & set(quantities_of(claim.check))
-            said = self.asks_massive if about_norms else False
-        return (self.compared_with if said is True else said) or None
+        names = quantities_of(claim.check) if claim.check else ()
+        massive, sink = claim.asks_massive, claim.asks_sink
+        if massive is None:
+            massive = self.asks_massive if NORMS & set(names) else False
+        if massive:
+            return Precondition("massive", self.compared_with if massive is True else massive)
+        if sink is None:
+            sink = self.asks_sink if any(quantity(name).is_about_sinks for name in names) else False
+        cell = self.compared_with if sink is True else sink
+        return Precondition("sink", cell) if cell and claim.cells != (cell,) else None
 
     @property
     def names_models(self) -> bool:

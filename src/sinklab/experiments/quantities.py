@@ -25,9 +25,13 @@ sink_window_start sink rate of the first key of a query's window, percent, with 
 valid_loss        validation loss, nats per token
 train_loss        training loss, mean over the updates since the previous evaluation, nats per token
 norm_ratio        |h_1| over the mean |h_t| of the other positions t, maximum over blocks; None if infinite
+norm_ratio_block_K    the same ratio after block K, K from 1
+norm_ratio_last   the same ratio after the last block, before the final norm, as in figures 7 and 8 of the paper
+norm_growth_last  norm_ratio_last over that of the untrained model, a factor
 norm_untrained    norm_ratio of the untrained model (step 0)
 norm_lowest       minimum of norm_ratio over all evaluations after step 0
-norm_growth       norm_ratio over norm_untrained, a factor
+norm_growth       norm_ratio over norm_untrained, a factor. With the declared initialisation, block 1 of the untrained
+                  model has the largest ratio (about 3), whatever training does to the later blocks
 norm_ratio_before_norm   norm_ratio of the inputs of the norms of a post-norm model; None if infinite
 norm_ratio_sink_token    |h| of the sink token or first register over the mean |h_t| of the text tokens, maximum over
                   blocks; None if infinite
@@ -142,6 +146,12 @@ class Quantity:
         """True if the quantity is a sink rate, in percent, that is recorded at every evaluation."""
         return self.unit == "%" and self.name.startswith("sink_")
 
+    @property
+    def is_about_sinks(self) -> bool:
+        """True if claims on the quantity are about sinks: sink rates, importance, dormant heads, emergence."""
+        others = ("importance_first", "dormant_share", "sink_growth", "emergence_step", "sink_step", "loss_change")
+        return self.is_sink_rate or self.name in others or self.name.startswith("layer_step_")
+
 
 _N = r"([1-9]\d*)"
 _RATES: Sequence[tuple[str, str, Callable[..., float | None]]] = (
@@ -177,6 +187,10 @@ _NAMED = {
         Quantity("valid_loss", "Validation loss", "nats", 3, lambda one: one.valid_loss),
         Quantity("train_loss", "Training loss", "nats", 3, lambda one: one.train_loss),
         Quantity("norm_ratio", "Norm ratio of the first token", "x", 1, lambda one: _largest(one.hidden_norm_ratio)),
+        Quantity("norm_ratio_last", "Norm ratio of the first token after the last block", "x", 1,
+                 lambda one: finite_or_none(one.hidden_norm_ratio[-1]) if one.hidden_norm_ratio else None),
+        Quantity("norm_growth_last", "Norm ratio after the last block relative to the untrained model", "x", 2,
+                 of_run=lambda run, at_step: run.growth("norm_ratio_last", at_step)),
         Quantity("norm_untrained", "Norm ratio of the untrained model", "x", 1,
                  of_run=lambda run, _: run.untrained("norm_ratio")),
         Quantity("norm_lowest", "Lowest norm ratio after step 0", "x", 1,
@@ -240,6 +254,10 @@ def quantity(name: str) -> Quantity:
             numbers = [int(number) for number in found.groups()]
             if numbers == sorted(numbers):
                 return Quantity(name, label.format(*numbers), "%", 1, partial(read, *numbers))
+    if found := re.fullmatch(f"norm_ratio_block_{_N}", name):
+        block = int(found[1])
+        return Quantity(name, f"Norm ratio of the first token after block {block}", "x", 1,
+                        lambda one: _largest(one.hidden_norm_ratio[block : block + 1]))  # fmt: skip
     if found := re.fullmatch(f"layer_step_{_N}", name):
         heads = f"sink_layer_{found[1]}"
         return Quantity(name, f"Step of the first sink head in layer {found[1]}", "steps", 0,
@@ -249,7 +267,7 @@ def quantity(name: str) -> Quantity:
             return Quantity(name, one.label.replace("N", found[1]), "nats", 3, once=True)
     raise ValueError(f"unknown quantity {name!r}; choose from: sink_1 (or 2, 3, ..), sink_1_visible, sink_first_5, "
                      f"sink_2_to_5, "
-                     f"sink_1_layer_1, sink_layer_1, layer_step_1, "
+                     f"sink_1_layer_1, sink_layer_1, layer_step_1, norm_ratio_block_1, "
                      f"{', '.join(one.name for one in _NUMBERED)} (N from 0), {', '.join(_NAMED)}")  # fmt: skip
 
 

@@ -79,8 +79,8 @@ def _explain(error: ValidationError) -> list[str]:
 def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
     """Return a copy of a claim with `same_as` that has the check of the referenced claim; else raise ValueError.
 
-    If the claim does not set `scales` or `asks_massive`, the copy also has that of the referenced claim, without scales
-    that `experiment` lacks.
+    If the claim does not set `scales`, `asks_massive` or `asks_sink`, the copy also has that of the referenced claim,
+    without scales that `experiment` lacks.
     """
     name, _, wanted = (claim.same_as or "").rpartition(".")
     files = _shipped()
@@ -93,8 +93,11 @@ def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
         why = "there is no such claim" if found is None else f"this is a reference to {found.same_as} itself"
         raise ValueError(f"claim {claim.id} refers to {claim.same_as}, but {why}")
     scales = claim.scales or (found.scales and tuple(scale for scale in found.scales if scale in experiment.base))
-    condition = other.massive_cell(found) or False if claim.asks_massive is None else claim.asks_massive
-    return claim.model_copy(update={"check": found.check, "scales": scales, "asks_massive": condition})
+    condition, asks = other.precondition(found), {}
+    for name, own, needs in (("asks_massive", claim.asks_massive, "massive"), ("asks_sink", claim.asks_sink, "sink")):
+        of_found = condition.cell if condition and condition.needs == needs else False
+        asks[name] = of_found if own is None else own
+    return claim.model_copy(update={"check": found.check, "scales": scales, **asks})
 
 
 def _shipped() -> dict[str, Traversable]:

@@ -20,10 +20,10 @@ from sinklab.experiments.claims import (
     parts_of,
     quantities_of,
 )
-from sinklab.experiments.definition import PAPER_SCALES, Experiment
+from sinklab.experiments.definition import PAPER_SCALES, Experiment, Precondition
 from sinklab.experiments.documents import JUDGED, ExperimentSummary, JudgedClaim, Verdict
 from sinklab.experiments.paper import Published
-from sinklab.experiments.quantities import AT_EPS, OTHER_EPS_TEXTS, quantity
+from sinklab.experiments.quantities import AT_EPS, EMERGED, OTHER_EPS_TEXTS, quantity
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.counts import FEWEST, seed_by_seed
 from sinklab.experiments.verdicts.five_seeds import detectable
@@ -32,7 +32,7 @@ from sinklab.experiments.verdicts.wording import number, unit
 from sinklab.tables import plural
 
 GROWN = 2.0
-"""Factor by which training must increase the norm ratio for a claim with `asks_massive` to be judged."""
+"""Factor by which training must increase the norm ratio for a claim that asks for a massive activation."""
 
 ORDER: tuple[Verdict, ...] = ("contradicted", "not run", "no verdict", "inconclusive", "direction only", "reproduced")
 """Precedence of verdicts: the verdict on an `all` check is the first of this list that one of its parts has."""
@@ -65,7 +65,7 @@ def judge(to_judge: ExperimentToJudge, results: Mapping[str, CellResults]) -> li
             claim, judged = one, judge_claim(one, Runs(own, noun=experiment.replicate))
         else:
             claim, published = one, experiment.published if scale in PAPER_SCALES else None
-            unmet = _unmet_condition(claim, experiment.massive_cell(claim), own)
+            unmet = _unmet_condition(claim, experiment.precondition(claim), own)
             judged = unmet or judge_claim(claim, Runs(own), published)
             finds = detectable(claim.check, scale) if claim.check and _piloted(claim, experiment, scale) else ""
             judged = judged.model_copy(update={"finds": finds})
@@ -200,30 +200,36 @@ def _missing_runs(check: Check, runs: Runs) -> str:
     return " ".join(said)
 
 
-def _unmet_condition(claim: Claim, baseline: str | None, results: Mapping[str, CellResults]) -> JudgedClaim | None:
-    """Return the claim with the reason why it is not judged, if training is not known to double a cell's norm ratio.
+def _unmet_condition(
+    claim: Claim, condition: Precondition | None, results: Mapping[str, CellResults]
+) -> JudgedClaim | None:
+    """Return the claim with the reason why it is not judged, if a cell is not known to have what the claim changes.
 
-    The result is None if the condition is met or there is none, and for an unresolved reference.
-
-    Args:
-        baseline: name of the cell (`Experiment.massive_cell`); None if there is no condition.
+    The result is None if the condition is met or there is none, and for an unresolved reference. A massive activation
+    is a norm ratio that training at least doubles: after the last block if the claim uses that ratio, else the maximum
+    over blocks. A sink is a Sink_1 of at least 10 %.
     """
-    if baseline is None or claim.check is None:
+    if condition is None or claim.check is None:
         return None
-    runs, blank = Runs(results), _blank(claim)
-    if not runs.of(baseline):
-        return blank.model_copy(update={"evidence": f"{baseline} has no finished run."})
-    growth = runs.by_seed(baseline, "norm_growth")
-    if not growth:
-        said = f"The norm ratio of the untrained model was not recorded for {baseline}."
+    cell, runs, blank = condition.cell, Runs(results), _blank(claim)
+    if not runs.of(cell):
+        return blank.model_copy(update={"evidence": f"{cell} has no finished run."})
+    if condition.needs == "sink":
+        name, bound, asked = "sink_1", EMERGED, f"requires a sink in {cell}."
+    else:
+        last = any(name.endswith("_last") for name in quantities_of(claim.check))
+        name, bound = "norm_growth_last" if last else "norm_growth", GROWN
+        asked = f"requires that training at least doubles the norm ratio of {cell}."
+    found = runs.by_seed(cell, name)
+    if not found:
+        said = f"The norm ratio of the untrained model was not recorded for {cell}."
         return blank.model_copy(update={"verdict": "not asked", "evidence": said})
-    held = [value >= GROWN for value in growth.values()]
+    held = [value >= bound for value in found.values()]
     if all(held) or (len(held) >= FEWEST and seed_by_seed(held)):
         return None
     said = (
-        f"The claim requires that training at least doubles the norm ratio of {baseline}. "
-        f"{runs.values_text({baseline: growth.values()}, 'norm_growth')} "
-        f"The value is at least {GROWN:g} at {runs.counted(held)}."
+        f"The claim {asked} {runs.values_text({cell: found.values()}, name)} "
+        f"The value is at least {bound:g} at {runs.counted(held)}."
     )
     verdict = "not asked" if len(held) >= FEWEST else "no verdict"
     return blank.model_copy(update={"verdict": verdict, "evidence": said, "seeds": len(held)})
