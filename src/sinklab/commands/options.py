@@ -66,14 +66,19 @@ MOST_SEEDS = 1000
 """Maximum number of replicates per cell, so that a mistyped number is rejected before the sweep is planned."""
 
 
+DEFAULT_SCALE = "tiny"
+"""Scale of experiments that have several, unless --scale is passed."""
+
+
 class ReproduceSettings(CommandSettings, frozen=True):
     """Settings of `sinklab reproduce` and `lab`."""
 
     panel = INPUT
 
-    scale: Annotated[str, Flag(metavar="NAME")] = Field(
-        default="tiny",
-        description="Size of the trained models: tiny, mini, small, 60m or 1b; the experiment must support it.",
+    scale: Annotated[str | None, Flag(metavar="NAME")] = Field(
+        default=None,
+        description="Models to train: tiny, mini, laptop, small, 60m, 1b, backcopy or trigger_average; default: the "
+        "experiment's only scale, else tiny.",
     )
     seeds: int | None = Field(
         default=None,
@@ -129,7 +134,7 @@ class ReproduceSettings(CommandSettings, frozen=True):
     @property
     def directory(self) -> Path:
         """Directory of a sweep of trained models: --out, or runs/SCALE."""
-        return self.out or RUNS / self.scale
+        return self.out or RUNS / (self.scale or DEFAULT_SCALE)
 
     @property
     def overlay(self) -> dict[str, Any]:

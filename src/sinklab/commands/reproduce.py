@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from sinklab.commands.from_model import with_options
-from sinklab.commands.options import MOST_SEEDS, Json, ReproduceSettings, option, print_result
+from sinklab.commands.options import DEFAULT_SCALE, MOST_SEEDS, Json, ReproduceSettings, option, print_result
 from sinklab.commands.terminal.progress import JobProgress
 from sinklab.commands.terminal.tables import print_text, stderr
 from sinklab.errors import InputError
@@ -147,9 +147,15 @@ def reproduce(
     from sinklab.commands.terminal.plans import hours_line, print_preview
     from sinklab.experiments.sweep.plan import ExperimentRequest, scale_of
 
+    if settings.scale is None:
+        only = next(iter(found[0].base)) if len(found[0].base) == 1 else DEFAULT_SCALE
+        settings = settings.model_copy(update={"scale": only})
     if settings.data is not None or not settings.dry_run:
         check_chats(found, settings.data)
-    requests = [ExperimentRequest(one, scale_of(one, settings.scale), settings.seeds or one.seeds) for one in found]
+    requests = [
+        ExperimentRequest(one, scale_of(one, settings.scale or DEFAULT_SCALE), settings.seeds or one.seeds)
+        for one in found
+    ]
     if settings.dry_run or ALL in names:
         with JobProgress(stderr(), phase="timing a few updates"):
             ahead = look_ahead(requests, settings)
@@ -179,7 +185,8 @@ def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "lis
     for name in dict.fromkeys(names):
         loaded = [load_experiment(one) for one in (experiment_ids() if name == ALL else [name])]
         if name == ALL:
-            loaded = [one for one in loaded if settings.scale in one.base and (settings.data or not one.tune)]
+            scale = settings.scale or DEFAULT_SCALE
+            loaded = [one for one in loaded if scale in one.base and (settings.data or not one.tune)]
         first.setdefault(name != ALL and bool(loaded[0].requests), name)
         for one in loaded:
             if found.setdefault(one.id, one) != one:

@@ -29,23 +29,11 @@ if TYPE_CHECKING:
 
 
 def print_experiments(found: Sequence[ListedExperiment], console: Console) -> None:
-    """Print two lines per experiment: id, number of cells and time per scale; then question or title, truncated."""
-    scales: list[Scale] = [scale for scale in SCALES if any(scale in one.scales for one in found)]
-    rows = [("", "cells", *scales)]
-    rows += [
-        (
-            one.experiment.id,
-            str(len(one.experiment.cells)),
-            *(_time_here(one, scale, short_duration) for scale in scales),
-        )
-        for one in found
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-    console.print(Text(lines[0], style="dim"), soft_wrap=True)
-    for one, line in zip(found, lines[1:], strict=True):
-        name, numbers = line[: widths[0]], line[widths[0] :]
-        console.print(Text.assemble((printable(name), "bold"), printable(numbers)), soft_wrap=True)
+    """Print two lines per experiment: id, number of cells, time per scale; then question or title, truncated."""
+    for one in found:
+        times = [f"{scale} {_time_here(one, scale, short_duration)}" for scale in SCALES if scale in one.scales]
+        numbers = "  ".join(["", plural(len(one.experiment.cells), "cell"), ", ".join(times)]).rstrip()
+        console.print(Text.assemble((printable(one.experiment.id), "bold"), numbers), soft_wrap=True)
         question = Text(f"  {printable(one.experiment.question or one.experiment.title)}", style="dim")
         question.truncate(console.width, overflow="ellipsis")
         console.print(question, soft_wrap=True)
