@@ -146,7 +146,7 @@ def test_a_shipped_experiment_says_when_its_claims_were_stated_and_asks_enough_s
     assert {"evidence", "stated"} <= experiment.model_fields_set
     analyses = {claim.evidence or experiment.evidence for claim in experiment.claims} | {experiment.evidence}
     if experiment.base and "confirmatory" in analyses:
-        assert experiment.first_seed in (100, 200)
+        assert experiment.first_seed in (100, 200, 300)
         assert experiment.seeds >= 5
     for claim in experiment.claims:
         stated = claim.stated or experiment.stated

@@ -63,7 +63,8 @@ def train(
     recipe: Annotated[
         str,
         typer.Argument(
-            help="A recipe file, or one of tiny, mini, tiny-128, small, 60m, 1b, backcopy, trigger_average, continued."
+            help="A recipe file, or one of tiny, mini, laptop, tiny-128, small, 60m, 1b, backcopy, trigger_average, "
+            "continued."
         ),
     ],
     overrides: Annotated[

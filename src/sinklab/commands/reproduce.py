@@ -152,10 +152,8 @@ def reproduce(
         settings = settings.model_copy(update={"scale": only})
     if settings.data is not None or not settings.dry_run:
         check_chats(found, settings.data)
-    requests = [
-        ExperimentRequest(one, scale_of(one, settings.scale or DEFAULT_SCALE), settings.seeds or one.seeds)
-        for one in found
-    ]
+    scale = settings.scale or DEFAULT_SCALE
+    requests = [ExperimentRequest(one, scale_of(one, scale), settings.seeds) for one in found]
     if settings.dry_run or ALL in names:
         with JobProgress(stderr(), phase="timing a few updates"):
             ahead = look_ahead(requests, settings)

@@ -102,13 +102,17 @@ SCALE_NOTES: Mapping[Scale, str] = {
     "to the paper's row with a fixed first token (74 %), with another weight decay.",
     "mini": "Scale mini has width 128, 12 M training tokens, BOS in front of every text, and the paper's weight decay "
     "of 0.1. It corresponds to the paper's row with a fixed first token (74 %).",
+    "laptop": "Scale laptop has 0.3 M parameters, 12 M training tokens, BOS in front of every text, the paper's weight "
+    "decay of 0.1 and PyTorch's initialisation. It corresponds to the paper's row with a fixed first token (74 %).",
     "small": "Scale small has the paper's 60M model with contexts of 256 tokens and a smaller batch.",
+    "backcopy": "A synthetic task with one layer and one head (2410.13835); Sink_1 is the share of sequences.",
+    "trigger_average": "A synthetic task with one layer and one head (2603.11487); Sink_1 is the share of sequences.",
 }
 """Differences between a shipped recipe and the paper's model; the first entry of `ExperimentSummary.adapted`."""
 
 ONLY_TRAINED = {
-    "base", "baseline", "changes", "adapted", "assess", "tune", "first_seed", "asks_massive", "asks_sink", "same_as",
-    "scales",
+    "base", "baseline", "changes", "adapted", "assess", "tune", "first_seed", "seeds_at", "asks_massive", "asks_sink",
+    "same_as", "scales",
 }  # fmt: skip
 """Fields of experiments and claims that apply only to trained cells."""
 
@@ -247,6 +251,7 @@ class Experiment(Part):
         stated: date on which the claims were written; default for the claims.
         seeds: default of --seeds: number of training seeds or of draws of sequences, or maximum number of models.
         first_seed: first seed of the runs; smaller seeds are not used.
+        seeds_at: first seed and number of seeds at scales that differ from `first_seed` and `seeds`.
         asks_massive: condition for claims that use a quantity in `NORMS` and do not set their own. True, or the name
             of a cell: judge these claims only if training at least doubles the norm ratio of the baseline, or of this
             cell. False: always judge them.
@@ -275,6 +280,7 @@ class Experiment(Part):
     stated: date | None = None
     seeds: int = Field(default=5, ge=1)
     first_seed: int = Field(default=0, ge=0)
+    seeds_at: dict[Scale, tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]]] = Field(default_factory=dict)
     asks_massive: bool | str = False
     asks_sink: bool | str = False
     rank: int = 1000
@@ -442,6 +448,11 @@ class Experiment(Part):
                 cells.setdefault(name, []).extend(overlays)
             cells = {name: [*one.change, *overlays] for name, overlays in cells.items() if name not in one.without}
         return dict(cells)
+
+    def seeds_of(self, scale: Scale, count: int | None = None) -> range:
+        """Return the seeds of the runs at a scale; `count` replaces the default number of seeds."""
+        first, number = self.seeds_at.get(scale, (self.first_seed, self.seeds))
+        return range(first, first + (count or number))
 
     def claims_at(self, scale: Scale) -> list[Claim]:
         """Return the claims made at a scale: references (`same_as`), and claims whose cells all exist at the scale."""

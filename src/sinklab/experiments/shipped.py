@@ -170,6 +170,6 @@ def _cost(experiment: Experiment, scale: Scale, paces: dict[str, Pace]) -> Scale
     pace = paces[experiment.base[scale]]
     cells = experiment.cells_at(scale)
     recipes = [build_recipe(values, *overlays, origin=name) for name, overlays in cells.items()]
-    total = sum(operations(recipe, like=base) for recipe in recipes) * experiment.seeds
+    total = sum(operations(recipe, like=base) for recipe in recipes) * len(experiment.seeds_of(scale))
     hours = total / pace.operations_per_second / 3600
     return ScaleCost(len(cells), len(experiment.claims_at(scale)), hours, pace.said)

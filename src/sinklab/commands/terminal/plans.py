@@ -63,7 +63,7 @@ def print_experiment(one: ListedExperiment, plan: str, console: Console) -> None
         console.print(listed)
         console.print()
     for scale, cost in one.scales.items():
-        runs = f"{cost.cells} cells of {plural(experiment.seeds, 'seed')}, {cost.claims} claims"
+        runs = f"{cost.cells} cells of {plural(len(experiment.seeds_of(scale)), 'seed')}, {cost.claims} claims"
         console.print(f"{scale}: {_time_here(one, scale)} ({runs})", highlight=False)
     _print_estimates([one], console)
     print_text(f"Plan of each cell: {plan}", console)

@@ -19,17 +19,16 @@ from sinklab.train.start import with_checkpoint_values
 
 @dataclass(frozen=True)
 class ExperimentRequest:
-    """An experiment to be trained at a scale with a number of consecutive seeds, from its first seed on."""
+    """An experiment to be trained at a scale, with `seeds` consecutive seeds; default: the experiment's number."""
 
     experiment: Experiment
     scale: Scale
-    seeds: int
+    seeds: int | None = None
 
     @property
     def own_seeds(self) -> range:
         """Seeds of the experiment's runs."""
-        first = self.experiment.first_seed
-        return range(first, first + self.seeds)
+        return self.experiment.seeds_of(self.scale, self.seeds)
 
 
 @dataclass(frozen=True)

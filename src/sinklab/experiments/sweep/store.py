@@ -67,6 +67,11 @@ class SweepManifest(VersionedDocument):
         """Seeds of the experiment's runs, sorted."""
         return sorted({seed for _, seed, _ in self.runs()})
 
+    @property
+    def first_seed(self) -> int:
+        """First seed of the experiment at its scale."""
+        return self.experiment.seeds_of(self.scale).start
+
     def runs(self) -> Iterator[tuple[str, int, str]]:
         """Yield (cell name, seed, run hash) for every cell and seed; cells with the same recipe share hashes."""
         for name, cell in self.cells.items():
@@ -136,7 +141,7 @@ def merged_manifests(before: Mapping[str, SweepManifest], now: Mapping[str, Swee
 
 def _with_earlier_seeds(now: SweepManifest, before: SweepManifest | None) -> SweepManifest:
     """Add the seeds of an earlier manifest with the same first seed to the cells whose runs have the same hashes."""
-    if before is None or before.experiment.first_seed != now.experiment.first_seed:
+    if before is None or before.first_seed != now.first_seed:
         return now
     cells = {}
     for name, cell in now.cells.items():
