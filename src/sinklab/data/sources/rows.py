@@ -226,7 +226,9 @@ def _rows_of_datasets(path: Path) -> Iterator[tuple[Any, str]]:
     require_extra("data", ("datasets",), f"{path} is not a {FORMATS} file, and opening it")
     datasets: Any = importlib.import_module("datasets")
     try:
-        rows = datasets.load_dataset(str(path.parent), data_files=[path.name], split="train", streaming=True)
+        # of a folder that `save_to_disk` wrote, load_dataset reads the files only as the format "arrow"
+        place = ("arrow", str(path)) if path.suffix == ".arrow" else (str(path.parent), path.name)
+        rows = datasets.load_dataset(place[0], data_files=[place[1]], split="train", streaming=True)
         for number, row in enumerate(rows, start=1):
             yield row, f"{path}, row {number}"
     except Exception as error:  # its errors share no base class
