@@ -345,6 +345,16 @@ def test_the_start_of_a_run_is_a_date_in_the_past(packed: Path, begun: str, said
     assert problems(verify_packed(packed)).count(f"began on {begun!r}, {said}") == 6
 
 
+def test_a_run_in_the_cell_of_another_is_found(packed: Path) -> None:
+    manifest = json.loads((packed / "asked" / "mine.json").read_text())
+    first, second = (manifest["cells"][name]["hashes"] for name in list(manifest["cells"])[:2])
+    first["0"], first["1"], second["1"] = second["1"], first["0"], first["1"]
+    (packed / "asked" / "mine.json").write_text(json.dumps(manifest))
+    found = problems(verify_packed(packed))
+    assert found.count("its seed is not that of cell") == 2
+    assert re.search(r"its (?!seed)\S+ is not that of cell", found)
+
+
 def test_a_claim_is_not_stated_in_the_future(packed: Path) -> None:
     manifest = json.loads((packed / "asked" / "mine.json").read_text())
     manifest["experiment"]["stated"] = "2099-01-01"
@@ -365,7 +375,6 @@ def damaged(**changes: object) -> Callable[[list[dict[str, Any]]], None]:
         (damaged(run="a\0b"), "which is no directory within the sweep"),
         (damaged(run="x" * 300), "which is no directory within the sweep"),
         (damaged(run="."), "which is no directory within the sweep"),
-        (damaged(run=""), "which is no directory within the sweep"),
         (damaged(run="../out"), "which is no directory within the sweep"),
         (damaged(run=5), "0.run: Input should be a valid string"),
         (damaged(record=3), "0.record: "),

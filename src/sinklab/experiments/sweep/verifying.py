@@ -26,6 +26,7 @@ from sinklab.experiments.sweep.store import SweepManifest, found_runs, read_mani
 from sinklab.experiments.sweep.worker import train_cell
 from sinklab.files import read_document, sha256_of
 from sinklab.outputs import RECIPE
+from sinklab.schema import leaves
 from sinklab.tables import number_text, plural
 from sinklab.train.directory.environment import read_environment
 from sinklab.train.directory.history import Evaluation, read_history
@@ -97,7 +98,7 @@ def verify_packed(
             say("unpacking the runs")
             unpack(top, files)
             runs = found_runs(files)
-            checks.append(_check_runs(runs))
+            checks.append(_check_runs(runs, read_manifests(top).values()))
             if not retrain:
                 checks[-1].notes.append(NOT_RETRAINED)
             checks.append(check_dates(read_manifests(top).values(), runs))
@@ -131,8 +132,15 @@ def _check_files(top: Path) -> Verified:
     return Verified("checksums of files", len(expected), problems)
 
 
-def _check_runs(runs: dict[str, Path]) -> Verified:
-    """Check that every run has a record, files with the recorded checksums, and a recipe with the recorded hash."""
+def _check_runs(runs: dict[str, Path], manifests: Iterable[SweepManifest]) -> Verified:
+    """Check that every run has a record, files with the recorded checksums, and a recipe with the recorded hash.
+
+    The recipe must have the seed and the changed keys of the cells to which the manifests assign the run.
+    """
+    cells: dict[str, list[tuple[str, int, Mapping[str, object]]]] = {}
+    for manifest in manifests:
+        for name, seed, run_hash in manifest.runs():
+            cells.setdefault(run_hash, []).append((name, seed, manifest.cells[name].change))
     check = Verified("recipes and metrics of runs", len(runs))
     for run_hash, directory in sorted(runs.items(), key=lambda item: item[1].name):
         record = read_record(directory)
@@ -147,8 +155,17 @@ def _check_runs(runs: dict[str, Path]) -> Verified:
             f"{directory.name}: {name} was changed or removed since the run ended" for name in edited(directory, record)
         ]
         fingerprint = read_environment(directory).get("data", {}).get("fingerprint")
-        if load_recipe(str(directory / "recipe.yaml")).content_hash(str(fingerprint)) != run_hash:
+        recipe = load_recipe(str(directory / RECIPE))
+        if recipe.content_hash(str(fingerprint)) != run_hash:
             check.problems.append(f"{directory.name}: its recipe and text fingerprint do not have the hash {run_hash}")
+        values = leaves(recipe.model_dump(mode="json"), empty=True)
+        for name, seed, change in cells.get(run_hash, ()):
+            wanted = {"seed": seed, **change}
+            if different := [key for key in wanted if wanted[key] != values.get(key, values.get(f"{key}.kind"))]:
+                check.problems.append(
+                    f"{directory.name}: its {different[0]} is not that of cell {name} in asked/: "
+                    f"{wanted[different[0]]!r}"
+                )
     return check
 
 
