@@ -218,7 +218,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[Any, str]]:
             rows = table.slice(start, _ROWS_AT_ONCE).collect().iter_rows(named=True)
             for number, row in enumerate(rows, start=start + 1):
                 yield row, f"{path}, row {number}"
-    except (polars.exceptions.PolarsError, OSError, *_DAMAGED) as error:
+    except (polars.exceptions.PolarsError, polars.exceptions.PanicException, OSError, *_DAMAGED) as error:
         raise InputError(f"cannot read {path} as Parquet: {cause(error)}") from error
 
 
