@@ -118,12 +118,18 @@ def parse_json(text: str) -> Any:
 
 
 class _UniqueKeys:
-    """Base of YAML loaders that raise an error if a mapping repeats a key; PyYAML would use the last value."""
+    """Base of YAML loaders that raise an error if a mapping repeats a key; PyYAML would use the last value.
+
+    Merge keys (`<<`) are errors too: PyYAML copies what they merge, which takes exponential time if they are nested.
+    """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set[str]()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+            if key.tag == "tag:yaml.org,2002:merge":
+                message = "merge keys (<<) are not supported: write the keys out"
+                raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
                     message = f"the key {key.value} is repeated"
                     raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
@@ -161,8 +167,8 @@ def parse_yaml(text: str) -> Any:
     """Parse untrusted text like `yaml.safe_load`.
 
     Raises:
-        ValueError: if the text is not YAML, repeats a key, is nested too deeply, or has more than `MOST_VALUES` values,
-            for example because an alias contains itself.
+        ValueError: if the text is not YAML, repeats a key, has a merge key, is nested too deeply, or has more than
+            `MOST_VALUES` values, for example because an alias contains itself.
     """
     try:
         document = _load_yaml(text)

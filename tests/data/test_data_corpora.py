@@ -124,9 +124,10 @@ def test_the_identity_of_a_file_changes_with_it(tmp_path: Path):
     ("content", "told"),
     [
         (b'{"text": "fine"}\n{"text": \n', "line 2: not valid JSON"),
-        (b'{"text": "fine"}\n\n{"txt": "?"}\n', 'line 3: a row needs "text"'),
-        (b'{"text": 5}\n', "line 1: a row needs"),
-        (b'["text"]\n', "line 1: a row needs"),
+        (b'{"txt": "?", "id": 1}\n\n', 'no row has "text", "content"'),
+        (b'{"txt": "?", "id": 1}\n\n', "its first row has the keys txt, id"),
+        (b'{"text": 5}\n', "its first row has the keys text"),
+        (b"[5]\n", "its first row has no keys"),
         (b'{"messages": [{"role": "user"}]}\n', 'line 1: each message needs "role" and "content"'),
         (b'{"text": "\xff"}\n', "not UTF-8"),
         (b"", "contains no text: all its documents are empty"),
@@ -148,12 +149,12 @@ def test_a_lone_surrogate_in_json_becomes_a_question_mark(tmp_path: Path):
 
 
 def test_missing_and_unreadable_sources_are_refused_with_the_right_forms(tmp_path: Path):
-    with pytest.raises(InputError, match=r"no text at .*nowhere.*pass a .txt or .jsonl"):
+    with pytest.raises(InputError, match=r"no text at .*nowhere.*pass a .txt, .md, .jsonl"):
         next(documents(str(tmp_path / "nowhere")))
-    with pytest.raises(InputError, match=r"no \.txt or \.jsonl file"):
+    with pytest.raises(InputError, match=r"contains no text file \(\.txt, "):
         next(documents(str(tmp_path)))
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(InputError, match=r"not a \.txt or \.jsonl file"):
+    with pytest.raises(InputError, match=r"a\.parquet as Parquet"):
         next(documents(str(tmp_path / "a.parquet")))
     with pytest.raises(InputError, match="no text at ~nosuchuser"):
         next(documents("~nosuchuser/text.txt"))

@@ -49,7 +49,7 @@ def test_packed_and_plain_files_are_the_same(tmp_path: Path) -> None:
     ("line", "said"),
     [
         ("{", "line 2: "),
-        ("[1]", "the line is [1], not an object"),
+        ("[1]", "the row is [1], not an object"),
         ('{"query": "a", "endings": ["b", "c"]}', "label"),
         ('{"ctx_a": "a", "ctx_b": "b", "endings": ["b"], "label": 0}', "'activity_label' is missing"),
         ('{"query": "a", "endings": ["b", "c"], "label": 2}', "label 2, counted from 0, is not one of 2 endings"),

@@ -87,3 +87,11 @@ def test_an_experiment_that_is_no_grid_has_no_matrix() -> None:
     experiment = Experiment.model_validate({**SAID, "changes": {}})
     summary = summarise([at_scale(experiment, "tiny")], cells_of("sink_1", {"softmax": [1.0], "gate": [0.0]}))
     assert grid_tables(summary.experiments["mine"], summary.cells_of("mine")) == []
+
+
+def test_two_axes_that_set_the_same_key_are_refused() -> None:
+    rates = {"slow": {"optim": {"lr": 0.001}}, "fast": {"optim": {"lr": 0.01}}}
+    for other in ({"small": {"optim": {"lr": 0.002}}}, {"same": [{}, {"optim": {"lr": 0.001, "weight_decay": 0.1}}]}):
+        said = {**SAID, "changes": {"rate": rates, "other": other}}
+        with pytest.raises(ValidationError, match=r"axes 'rate' and 'other' of `changes` both set optim\.lr, so cells"):
+            Experiment.model_validate(said)

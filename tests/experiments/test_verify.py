@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from sinklab.errors import InputError
 from sinklab.experiments.sweep.packed import import_packed, read_packed, write_checksums
 from sinklab.experiments.sweep.verifying import Verified, verify_packed
 from sinklab.files import sha256_of
+from sinklab.report.packing import check_readme
 
 OPTIONS = ("--text", "text.jsonl", "--jobs", "2")
 
@@ -72,8 +74,9 @@ def test_sound_results_pass_and_runs_trained_again_have_the_same_bits(packed: Pa
         ("checksums of files", True),
         ("recipes and metrics of runs", True),
         ("claims stated before their runs", False),
-        ("verdicts judged again", True),
+        ("summary computed again", True),
         ("runs trained again", True),
+        ("README.md written again", True),
     ]
     assert all("bit for bit" in note for note in checks[4].notes)
     assert len(checks[4].notes) == 2
@@ -159,18 +162,20 @@ def test_a_summary_that_is_missing_or_damaged_is_a_problem(packed: Path, text: s
     (packed / "summary.json").write_text(text) if text else (packed / "summary.json").unlink()
     checks = verify_packed(packed)
     assert said in problems(checks)
-    assert [one.name for one in checks][-1] == "verdicts judged again"
+    assert [one.name for one in checks][-1] == "summary computed again"
 
 
 def test_numbers_of_a_cell_may_differ_by_rounding_and_no_more(packed: Path) -> None:
     summary = json.loads((packed / "summary.json").read_text())
     values = summary["cells"]["softmax"]["values"]["valid_loss"]
-    changed = "cell softmax: the numbers in summary.json and those computed from its runs differ"
+    changed = (
+        "cell softmax: the numbers in summary.json and those computed from its runs differ (values.valid_loss.median"
+    )
     for factor, expected in ((1 + 1e-13, ""), (1 + 1e-6, changed)):
         values["median"] *= factor
         (packed / "summary.json").write_text(json.dumps(summary))
         write_checksums(packed)
-        assert problems(verify_packed(packed)) == expected
+        assert problems(verify_packed(packed))[: len(changed)] == expected
 
 
 def test_metrics_that_were_edited_are_found_and_so_are_the_numbers_made_of_them(packed: Path) -> None:
@@ -270,7 +275,7 @@ COMMITTED = sorted(path.parent for path in (Path(__file__).parents[2] / "results
 
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: folder.name)
 def test_committed_results_pass(folder: Path) -> None:
-    assert problems(verify_packed(folder)) == ""
+    assert problems([*verify_packed(folder), check_readme(folder)]) == ""
 
 
 def test_the_power_of_pilots_is_no_part_of_a_verdict(packed: Path) -> None:
@@ -279,3 +284,126 @@ def test_the_power_of_pilots_is_no_part_of_a_verdict(packed: Path) -> None:
     (packed / "summary.json").write_text(json.dumps(summary))
     write_checksums(packed)
     assert problems(verify_packed(packed)) == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("cells", "softmax", "sink_rate", 0), 99.5, "cell softmax: the numbers in summary.json"),
+        (("cells", "softmax", "valid_loss"), 0.5, "cell softmax: .* (valid_loss is 0.5, and "),
+        (("cells", "softmax", "seeds"), 9, "(seeds is 9, and 2 from its runs)"),
+        (("cells", "softmax", "runs", 0, "values", "sink_1"), 99.5, "(runs[0].values.sink_1 is 99.5, and "),
+        (("cells", "softmax", "change", "optim.lr"), 1.0, "(change.optim.lr is 1.0, and null from its runs)"),
+        (("counts", "exploratory", "reproduced"), 7, "counts.exploratory.reproduced is 7 in summary.json"),
+        (("experiments", "mine", "title"), "Proof", 'experiments.mine.title is "Proof" in summary.json, and '),
+        (("experiments", "mine", "published", "softmax"), {"sink_1": 1.0}, "experiments.mine.published.softmax is "),
+        (("experiments", "mine", "adapted"), ["Nothing."], "experiments.mine.adapted is "),
+        (("title",), "Proof", 'title is "Proof" in summary.json, and '),
+        (("scale",), "1b", 'scale is "1b" in summary.json, and '),
+    ],
+)
+def test_every_field_of_the_summary_is_computed_again(
+    packed: Path, path: tuple[str | int, ...], value: object, said: str
+) -> None:
+    summary = json.loads((packed / "summary.json").read_text())
+    place = summary
+    for key in path[:-1]:
+        place = place.setdefault(key, {}) if isinstance(place, dict) else place[key]
+    place[path[-1]] = value
+    (packed / "summary.json").write_text(json.dumps(summary))
+    write_checksums(packed)
+    assert re.search(re.escape(said).replace(r"\.\*", ".*"), problems(verify_packed(packed)))
+
+
+def test_a_readme_that_its_summary_does_not_give_is_found(packed: Path, run: Run) -> None:
+    text = (packed / "README.md").read_text()
+    (packed / "README.md").write_text(text.replace("finished run", "sound run"))
+    write_checksums(packed)
+    status, out, _ = run("verify", packed, "--json")
+    assert status == 1
+    (problem,) = json.loads(out)[-1]["problems"]
+    assert problem.startswith("line 3 of README.md is not what this version of sinklab writes: 'This folder contains")
+    moved = packed.rename("elsewhere")
+    (moved / "README.md").write_text(text)
+    assert check_readme(moved).problems == []
+    assert "report.html and charts/" in check_readme(moved).notes[0]
+
+
+def test_a_record_without_checksums_does_not_pass(packed: Path) -> None:
+    edit_lines(packed / "mine" / "runs.jsonl", lambda row: row["record"].update(files={}))
+    found = problems(verify_packed(packed))
+    assert found.count("its record has no checksum of recipe.yaml") == 6
+    assert found.count("its record has no checksum of metrics.jsonl") == 6
+
+
+@pytest.mark.parametrize(
+    ("begun", "said"),
+    [("3", "which is no date"), ("2099-01-01T00:00:00+00:00", "which is in the future"), ("", "which is no date")],
+)
+def test_the_start_of_a_run_is_a_date_in_the_past(packed: Path, begun: str, said: str) -> None:
+    edit_lines(packed / "mine" / "runs.jsonl", lambda row: row["environment"].update(begun=begun))
+    assert problems(verify_packed(packed)).count(f"began on {begun!r}, {said}") == 6
+
+
+def test_a_run_in_the_cell_of_another_is_found(packed: Path) -> None:
+    manifest = json.loads((packed / "asked" / "mine.json").read_text())
+    first, second = (manifest["cells"][name]["hashes"] for name in list(manifest["cells"])[:2])
+    first["0"], first["1"], second["1"] = second["1"], first["0"], first["1"]
+    (packed / "asked" / "mine.json").write_text(json.dumps(manifest))
+    found = problems(verify_packed(packed))
+    assert found.count("its seed is not that of cell") == 2
+    assert re.search(r"its (?!seed)\S+ is not that of cell", found)
+
+
+def test_a_claim_is_not_stated_in_the_future(packed: Path) -> None:
+    manifest = json.loads((packed / "asked" / "mine.json").read_text())
+    manifest["experiment"]["stated"] = "2099-01-01"
+    (packed / "asked" / "mine.json").write_text(json.dumps(manifest))
+    assert "was stated on 2099-01-01, which is in the future" in problems(verify_packed(packed))
+
+
+def damaged(**changes: object) -> Callable[[list[dict[str, Any]]], None]:
+    def change(rows: list[dict[str, Any]]) -> None:
+        rows[0].update(changes)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (damaged(run="a\0b"), "which is no directory within the sweep"),
+        (damaged(run="x" * 300), "which is no directory within the sweep"),
+        (damaged(run="."), "which is no directory within the sweep"),
+        (damaged(run="../out"), "which is no directory within the sweep"),
+        (damaged(run=5), "0.run: Input should be a valid string"),
+        (damaged(record=3), "0.record: "),
+        (damaged(environment={"hash": "a", "data": 3}), "0.environment.data: "),
+        (damaged(environment={"hash": "a", "threads": "many"}), "0.environment.threads: "),
+        (damaged(environment=[]), "0.environment: "),
+        (lambda rows: rows.append(rows[0]), "is packed twice"),
+        (lambda rows: rows[1]["environment"].update(hash=rows[0]["environment"]["hash"]), "is packed twice"),
+    ],
+)
+def test_runs_that_are_damaged_are_refused_in_a_sentence(
+    packed: Path, run: Run, change: Callable[[list[dict[str, Any]]], None], said: str
+) -> None:
+    path = packed / "mine" / "runs.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    name = rows[0]["run"]
+    change(rows)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipes = path.with_name("recipes.yaml")
+    recipes.write_text(recipes.read_text().replace(f"--- # {name}\n", f"--- # {rows[0]['run']}\n"))
+    write_checksums(packed)
+    status, _, err = run("verify", packed)
+    assert status == 2
+    assert said in " ".join(err.split())
+    assert "Traceback" not in err
+
+
+def test_a_compressed_file_is_read_to_a_limit(packed: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sinklab.experiments.sweep.packed.MOST_BYTES", 1000)
+    status, _, err = run("verify", packed)
+    assert status == 2
+    assert "metrics.jsonl.gz has more than 1,000 bytes" in " ".join(err.split())

@@ -98,6 +98,14 @@ def test_ways_of_generating_that_read_other_sequences_are_refused_before_anythin
     model.generate(PROMPTS, max_new_tokens=3, num_beams=2)
 
 
+def test_guidance_which_reads_other_sequences_too_is_refused(model: Any) -> None:
+    with sinklab.probe(model), pytest.raises(SinklabError, match=r"^guidance_scale=1\.5 .* Leave guidance_scale out"):
+        model.generate(PROMPTS, max_new_tokens=3, guidance_scale=1.5)
+    with sinklab.probe(model) as watch:
+        model.generate(PROMPTS, max_new_tokens=3, do_sample=False, guidance_scale=1)
+        assert len(watch.layers) == SMALL["num_hidden_layers"]
+
+
 def test_an_assistant_and_beams_that_the_model_asks_for_are_refused_too(model: Any, other: Any) -> None:
     with sinklab.probe(model), pytest.raises(SinklabError, match=r"^assisted generation"):
         model.generate(PROMPTS[:1], max_new_tokens=3, assistant_model=other)

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -111,7 +112,7 @@ def test_a_packed_run_outside_of_the_sweep_is_refused(packed: Path, tmp_path: Pa
     for name in ("recipes.yaml", "runs.jsonl"):
         file = copy / "table_6" / name
         file.write_text(file.read_text().replace("sigmoid-", "../sigmoid-"))
-    with pytest.raises(InputError, match="outside the sweep"):
+    with pytest.raises(InputError, match="which is no directory within the sweep"):
         unpack(copy, tmp_path / "runs")
     assert not list(tmp_path.glob("sigmoid-*"))
 
@@ -139,14 +140,29 @@ def test_what_is_edited_in_a_packed_sweep_is_noticed(sweep_folder: Path, tmp_pat
     assert edited == {row["run"]}
 
 
-def test_packing_again_gives_the_same_bytes_and_takes_away_what_is_no_longer_there(
-    sweep_folder: Path, tmp_path: Path
-) -> None:
+def test_packing_again_gives_the_same_bytes_and_adds_new_runs(sweep_folder: Path, tmp_path: Path) -> None:
     out = pack_sweep(collect([sweep_folder]), tmp_path / "tiny")
     first = contents(out)
+    assert contents(pack_sweep(collect([sweep_folder]), out)) == first
     more = make_sweep(tmp_path / "more", {**TWO, "table_2": EXPERIMENTS["table_2"]})
     assert set(contents(pack_sweep(collect([more]), out))) > set(first)
-    assert contents(pack_sweep(collect([sweep_folder]), out)) == first
+
+
+def test_packed_runs_that_the_sweep_lacks_are_kept(sweep_folder: Path, tmp_path: Path, run: Run) -> None:
+    more = make_sweep(tmp_path / "more", {**TWO, "table_2": EXPERIMENTS["table_2"]})
+    out = pack_sweep(collect([more]), tmp_path / "tiny")
+    before = contents(out)
+    status, _, err = run("report", sweep_folder, "--pack", out)
+    assert status == 2
+    assert re.search(r"has \d+ packed runs, of which the sweep lacks \d+: choose another --pack folder", on_one(err))
+    assert contents(out) == before
+    (out / "checksums.txt").write_text("")  # as an interrupted copy leaves it
+    (out / "table_2" / "metrics.jsonl.gz").unlink()
+    assert contents(pack_sweep(collect([sweep_folder]), out)).keys() < before.keys()
+
+
+def on_one(text: str) -> str:
+    return " ".join(text.split())
 
 
 def test_nothing_in_a_packed_sweep_names_the_machine(sweep_folder: Path, packed: Path) -> None:

@@ -1,6 +1,7 @@
 """Recipes: layering, shorthand, and errors that name the field."""
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -273,6 +274,15 @@ def test_endless_aliases_are_refused_in_a_sentence(text: str, tmp_path: Path) ->
     assert len(str(refused.value)) < 300
     with pytest.raises(InputError, match="the value is not valid YAML: it has more than"):
         load_recipe("tiny", ["train=&all {steps: *all}"])
+
+
+def test_merge_keys_which_multiply_are_refused(tmp_path: Path) -> None:
+    layers = "".join(
+        f"{name}: &{name} {{<<: [{', '.join([f'*{below}'] * 10)}]}}\n" for below, name in pairwise("abcdef")
+    )
+    (tmp_path / "mine.yaml").write_text(f"a: &a {{x: 1}}\n{layers}")
+    with pytest.raises(InputError, match=r"merge keys \(<<\) are not supported: write the keys out, line 2, column 8"):
+        load_recipe(str(tmp_path / "mine.yaml"))
 
 
 @pytest.mark.parametrize("text", [100_000 * "- ", 100_000 * "{a: ", "\n".join(at * " " + "a:" for at in range(1000))])

@@ -224,7 +224,7 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(run: Run, tmp_path: Path) ->
     silent = write_chats(tmp_path / "silent.jsonl", [{"messages": [{"role": "user", "content": "hello"}]}])
     for given, says in (
         (("--data", silent), 'no message with role "assistant" has text'),
-        (("--data", tmp_path / "none.jsonl"), "is not a .jsonl file"),
+        (("--data", tmp_path / "none.jsonl"), "does not exist or has no rows"),
         (("--data", chats, "--length", 999), "set at most --length 48"),
         (("--data", chats, "--chat-template", tmp_path / "none"), "cannot be read"),
         (("--data", chats, "--batch-size", 8, "--micro-batch", 3), "not a multiple of --micro-batch 3"),

@@ -33,7 +33,7 @@ def assess(
 
     Args:
         model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
-        text: a .txt or .jsonl file, a folder of them, or another source of `documents` such as stdlib, read as one
+        text: a text file, a folder of them, or another source of `documents` such as stdlib, read as one
             stream; None for the validation text of a run.
         options: settings; without `parts`, the default parts (`USUAL`, or `IN_QUICK` with `quick`) that can be run on
             the model.
@@ -182,7 +182,7 @@ def _notes(text: AssessText, settings: AssessSettings, options: AssessOptions) -
             f"quick: {settings.sequences} x {settings.length:,} tokens, {settings.stream_sequences} x "
             f"{settings.stream_length:,} for streaming{without}; for numbers to cite, repeat without --quick",
         )
-    notes += [*text.conversations.notes(), *adapter.kinds.notes(), *adapter.kinds.notes_on_hidden_keys()]
+    notes += [*text.notes(), *adapter.kinds.notes(), *adapter.kinds.notes_on_hidden_keys()]
     if settings.positions == "text" and options.positions is None:
         notes.append(f"the streaming part uses positions in the text, as {adapter.fixed_positions()}")
     return notes

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sinklab.assessing.settings import AssessSettings
 from sinklab.data.sources.corpora import documents
+from sinklab.data.sources.textfiles import ReadCounts, expanded, notes_on_folder
 from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter
 from sinklab.opening import Model
@@ -30,13 +31,19 @@ class AssessText:
     """A model and the text on which it is assessed: one token stream, cut into sequences.
 
     Args:
-        text: a .txt or .jsonl file, a folder of them, or another source of `documents`; None for the validation text of
+        text: a text file, a folder of them, or another source of `documents`; None for the validation text of
             a run.
     """
 
     def __init__(self, model: Model, text: Path | None) -> None:
         self.model, self._text = model, text
+        self._counts = ReadCounts()
         self.conversations = model.conversations(keep_bos=not model.special)
+
+    def notes(self) -> list[str]:
+        """Return notes on the text that was read last: conversations, skipped rows, and files that were not read."""
+        folder = notes_on_folder(expanded(str(self._text))) if self._text else []
+        return [*self.conversations.notes(), *self._counts.notes(), *folder]
 
     def sequences(self, most: int, length: int, fewest: int = 1) -> Tensor:
         """Return the token ids (N, T) of `fewest` to `most` sequences of `length` tokens, special tokens included.
@@ -78,7 +85,8 @@ class AssessText:
             assert self.model.held_out is not None, "refused otherwise"
             return self.model.held_out(tokens)
         stream: list[int] = []
-        for document in documents(str(self._text), render=self.conversations.render):
+        self._counts = ReadCounts()
+        for document in documents(str(self._text), render=self.conversations.render, counts=self._counts):
             stream += self.model.encode(f"{document}\n\n")
             if len(stream) >= tokens:
                 break

@@ -224,18 +224,20 @@ def verify(
     seed: Annotated[int, option(INPUT, "Random seed for drawing the runs.", min=0)] = 0,
     as_json: Json = False,
 ) -> None:
-    """Verify packed results: checksums, run hashes, dates and verdicts of claims; optionally retrain some runs.
+    """Verify packed results: checksums, run hashes, dates of claims, summary and README; optionally retrain some runs.
 
     Example: sinklab verify results/tiny --retrain 2
 
     A retrained run must match bit for bit if it has the recorded processor, device, Python and torch versions, number
     of threads and compilation of the loss. Otherwise, its first validation loss after step 0 and its last must match
-    within the printed tolerances, and both values of Sink_1 are printed. The exit status is 1 if a check fails.
+    within the printed tolerances, and both values of Sink_1 are printed. Only retraining finds metrics that were
+    changed together with their checksums and the summary. The exit status is 1 if a check fails.
     """
     from dataclasses import asdict
 
     from sinklab.commands.terminal.results import print_checks
     from sinklab.experiments.sweep.verifying import verify_packed
+    from sinklab.report.packing import check_readme
 
     with JobProgress(stderr(), phase="reading the packed results") as progress:
 
@@ -243,7 +245,7 @@ def verify(
             progress.say(text)
             progress.begin(text)
 
-        checks = verify_packed(directory, retrain, seed, say)
+        checks = [*verify_packed(directory, retrain, seed, say), check_readme(directory)]
     print_result(as_json, lambda: [asdict(check) for check in checks], lambda out: print_checks(checks, out))
     if any(check.problems for check in checks):
         raise typer.Exit(1)

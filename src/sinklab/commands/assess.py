@@ -20,7 +20,10 @@ def assess(
     model: ModelName,
     text: Annotated[
         Path | None,
-        option(INPUT, "Text (.txt, .jsonl or a folder), read as one stream; default for a run: its validation text."),
+        option(
+            INPUT,
+            "Text (.txt, .jsonl, .csv, .. or a folder), read as one stream; default for a run: its validation text.",
+        ),
     ] = None,
     options: AssessOptions,
     loading: LoadingOptions,

@@ -96,7 +96,8 @@ def prepare(
     source: Annotated[
         str,
         typer.Argument(
-            help="stdlib or site-packages (files of this Python), a .txt or .jsonl file, a folder of them, hf:NAME "
+            help="stdlib or site-packages (files of this Python), a text file (.txt, .jsonl, .csv, .parquet, ..), "
+            "a folder of them, hf:NAME "
             "(dataset on the Hugging Face hub) or synthetic:NAME."
         ),
     ],
@@ -133,3 +134,5 @@ def prepare(
     print(f"{out}: {len(dataset.train):,} training and {len(dataset.valid):,} validation tokens")
     for name, share in (dataset.manifest.shares or {}).items():
         print(f"  {name}: {share.tokens:,} tokens")
+    for note in dataset.manifest.notes or ():
+        print(f"  {note}")

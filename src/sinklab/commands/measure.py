@@ -23,7 +23,7 @@ class TableFormat(StrEnum):  # typer does not support lists of literals
     parquet = "parquet"
 
 
-Text = Annotated[Path | None, option(INPUT, "Text for natural inputs: .txt, .jsonl (text or messages) or a folder.")]
+Text = Annotated[Path | None, option(INPUT, "Text for natural inputs: .txt, .jsonl, .csv, .parquet, .. or a folder.")]
 
 
 @with_options
@@ -158,7 +158,7 @@ def parity(
     *,
     model: Annotated[str, typer.Argument(help="Hugging Face id, model directory or .gguf file.")],
     text: Annotated[
-        Path | None, option(INPUT, ".txt or .jsonl file (text or messages), or a folder; default: random tokens.")
+        Path | None, option(INPUT, "Text file (.txt, .jsonl, .csv, .parquet, ..) or a folder; default: random tokens.")
     ] = None,
     backend: Annotated[
         list[str] | None,

@@ -98,12 +98,12 @@ class ReproduceSettings(CommandSettings, frozen=True):
     steps: int | None = Field(default=None, ge=1, description="Updates per model; default: as in the recipe.")
     text: Path | None = Field(
         default=None,
-        description="Text to train on (default: as in the recipe) or to measure on: .txt or .jsonl file, or folder.",
+        description="Text to train on (default: as in the recipe) or to measure on: a text file, or a folder.",
     )
     data: Path | None = Field(
         default=None,
         description="File with the items of the downstream task, for experiments that evaluate existing models "
-        "(figure_10, on HellaSwag); or .jsonl file of conversations, for experiments that fine-tune (figure_30).",
+        "(figure_10, on HellaSwag); or file of conversations, for experiments that fine-tune (figure_30).",
     )
     trust_remote_code: Annotated[bool, Flag(panel=ADVANCED)] = Field(
         default=False, description="Run code from the model's repository."

@@ -29,9 +29,7 @@ ONLY_TRAINING = ("cells", "steps", "jobs", "engine_options", "packed", "scale", 
 def lab(
     out: Annotated[Path, option(OUTPUT, "Directory for the runs, summary.json and report.html.")] = RUNS / "lab",
     steps: Annotated[int | None, option(INPUT, "Updates per model; default: as in the recipe.", min=1)] = None,
-    text: Annotated[
-        Path | None, option(INPUT, "Train on this .txt or .jsonl file or folder; default: as in the recipe.")
-    ] = None,
+    text: Annotated[Path | None, option(INPUT, "Train on this text file or folder; default: as in the recipe.")] = None,
     seeds: Annotated[int, option(INPUT, "Models per cell; a verdict requires five.", min=1, max=MOST_SEEDS)] = 1,
     as_json: Json = False,
 ) -> None:

@@ -111,7 +111,7 @@ def check_chats(experiments: Sequence[Experiment], chats: Path | None) -> None:
     if chats is None:
         raise InputError(
             f"{first.id} fine-tunes its models on conversations: pass them with --data, as a .jsonl file with one "
-            'conversation per line, {"messages": [{"role": .., "content": ..}, ..]}'
+            'conversation per line, {"messages": [{"role": .., "content": ..}, ..]}, or as .json or .parquet'
         )
     if different := [one.id for one in others if one.tune != first.tune]:
         raise InputError(
@@ -119,7 +119,7 @@ def check_chats(experiments: Sequence[Experiment], chats: Path | None) -> None:
         )
     check_extra()
     if next(read_conversations(chats), None) is None:
-        raise InputError(f"{chats} contains no conversation: pass a .jsonl file with rows that have `messages`")
+        raise InputError(f"{chats} contains no conversation: pass a file whose rows have `messages`")
 
 
 def train_experiments(requests: Sequence[ExperimentRequest], settings: ReproduceSettings, as_json: bool) -> None:

@@ -18,13 +18,16 @@ from sinklab.tuning.settings import TuneOptions
 def sft(
     *,
     model: ModelName,
-    data: Annotated[Path, option(INPUT, "Conversations: .jsonl file with messages (role and content).")],
+    data: Annotated[Path, option(INPUT, "Conversations: .jsonl, .json or .parquet file with messages.")],
     out: Annotated[
         Path, option(OUTPUT, "Directory for sft.json, metrics and the tuned model/; the same command resumes.")
     ],
     text: Annotated[
         Path | None,
-        option(INPUT, "Text for the sink metric (.txt, .jsonl or a folder); default: the held-out conversations."),
+        option(
+            INPUT,
+            "Text for the sink metric (.txt, .jsonl, .parquet, .. or a folder); default: the held-out conversations.",
+        ),
     ] = None,
     chat_template: Annotated[
         Path | None, option(INPUT, "Jinja chat template, preferably with {% generation %} tags; default: the model's.")

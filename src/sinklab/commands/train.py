@@ -90,8 +90,8 @@ def _trained(
     longer = "" if run.shorter is None else f", which continues the run of {run.shorter} steps"
     print_text(f"run {run.hash} in {run.directory}{longer}", console)
     print_text(memory_line(run.recipe, world.device(run.recipe.train.device), world.size), console)
-    if warning := emulation_warning(run.recipe):
-        print_text(warning, console)
+    for note in filter(None, (emulation_warning(run.recipe), *(run.dataset.manifest.notes or ()))):
+        print_text(note, console)
     active: list[Tracker] = []
     with RunDisplay(console, {name: steps}) as display:
 

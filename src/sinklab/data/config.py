@@ -100,7 +100,8 @@ class DataConfig(Selection):
     source: str = Field(
         default="stdlib",
         min_length=1,
-        description="`stdlib`, `site-packages`, `stdlib+site-packages`, a .txt or .jsonl file, a folder of them, a "
+        description="`stdlib`, `site-packages`, `stdlib+site-packages`, a text file (.txt, .md, .jsonl, .json, .csv, "
+        ".tsv or .parquet, also .gz, .zst, .bz2 or .xz), a folder of them, a "
         "directory written by `sinklab data prepare` (tokenizer, valid_fraction, text_limit_bytes, token_limit and mix "
         "are then ignored), `hf:NAME[:CONFIG[:SPLIT]]`, or "
         "`synthetic:NAME[:length=N,documents=N,seed=N]` with NAME bigram_backcopy or trigger_average",

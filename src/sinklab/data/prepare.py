@@ -23,7 +23,7 @@ from sinklab.data.building import JOURNAL, Builder
 from sinklab.data.config import DataConfig
 from sinklab.data.shards import MANIFEST, Manifest, Settings, TokenDataset, is_prepared, read_manifest
 from sinklab.data.sources.corpora import identity
-from sinklab.data.sources.textfiles import expanded
+from sinklab.data.sources.textfiles import expanded, notes_on_folder
 from sinklab.data.texts import RequestedText, StageProgress, tokenizer_of
 from sinklab.data.tokenizers import trained_size
 from sinklab.errors import InputError, SinklabError
@@ -218,6 +218,7 @@ def _write_shards(settings: Settings, folder: Path, progress: StageProgress, cou
         valid=valid,
         shares=builder.shares or None,
         settings=settings,
+        notes=[*text.counts.notes(), *notes_on_folder(expanded(settings.source))] or None,
     )
 
 

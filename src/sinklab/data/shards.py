@@ -67,6 +67,7 @@ class Manifest(Part):
         tokenizer_sha256: SHA-256 of tokenizer.json.
         train, valid: entries of the two token files.
         shares: number of documents and tokens of each domain; None without a mix.
+        notes: notes on skipped rows and on files of the folder that were not read; None if there are none.
     """
 
     schema_version: Literal[1] = 1
@@ -81,6 +82,7 @@ class Manifest(Part):
     valid: Shard
     shares: Omitted[dict[str, Share]] = None
     settings: Settings
+    notes: Omitted[list[str]] = None
 
 
 class TokenFile:

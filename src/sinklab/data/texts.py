@@ -16,10 +16,10 @@ from pathlib import Path, PurePosixPath
 
 from sinklab.data.config import Mix, WeightedMix
 from sinklab.data.shards import DTYPES, Settings, dtype_for
-from sinklab.data.sources.corpora import cut, documents, total_bytes
+from sinklab.data.sources.corpora import cut, documents, known_sum, size_of, total_bytes
 from sinklab.data.sources.hub import PREFIX, hub_documents, hub_files
 from sinklab.data.sources.synthetic import parse, word_tokenizer
-from sinklab.data.sources.textfiles import expanded, read_documents, text_files
+from sinklab.data.sources.textfiles import ReadCounts, expanded, plain_conversation, read_documents, text_files
 from sinklab.data.tokenizers import Tokenizer, load_tokenizer, train_bpe, trained_size
 from sinklab.errors import InputError
 
@@ -56,19 +56,22 @@ class Stream:
     files: tuple[str, ...] | None
     size: int | None
 
-    def documents(self) -> Iterator[str]:
+    def documents(self, counts: ReadCounts | None = None) -> Iterator[str]:
         """Yield the documents of this stream in a fixed order.
+
+        Args:
+            counts: counts to which the rows are added.
 
         Raises:
             InputError: if the source is missing, a whole source is empty, or a file cannot be read or is malformed.
         """
         if self.files is None:
-            yield from documents(self.source)
+            yield from documents(self.source, counts=counts)
         elif self.source.startswith(PREFIX):
-            yield from hub_documents(self.source, files=list(self.files))
+            yield from hub_documents(self.source, files=list(self.files), counts=counts)
         else:
             for file in self.files:
-                yield from read_documents(expanded(self.source) / file)
+                yield from read_documents(expanded(self.source) / file, plain_conversation, counts)
 
     def tokens_per_byte(self, tokenizer: Tokenizer, eos: bool = False) -> float:
         """Estimate the tokens per byte of this stream from a sample at its start.
@@ -107,7 +110,7 @@ def streams(source: str, mix: Mix) -> list[Stream]:
     if source.startswith(PREFIX):
         sizes = dict.fromkeys(hub_files(source))
     elif folder.is_dir():
-        sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in text_files(folder)}
+        sizes = {path.relative_to(folder).as_posix(): size_of(path) for path in text_files(folder)}
     else:
         raise InputError(f"source {source} cannot be mixed: use a folder or hf:NAME with a file or folder per domain")
     if not isinstance(mix, WeightedMix):
@@ -133,7 +136,9 @@ def _belongs(file: str, domain: str) -> bool:
     return domain in path.parts[:-1] or re.fullmatch(rf"{re.escape(domain)}([-_]?\d.*)?", stem) is not None
 
 
-def mixed(domains: list[Stream], mix: Mix, tokens_per_byte: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+def mixed(
+    domains: list[Stream], mix: Mix, tokens_per_byte: Mapping[str, float], counts: ReadCounts | None = None
+) -> Iterator[tuple[str, str]]:
     """Yield the interleaved documents of all domains as (domain, text).
 
     A weighted mix ends when the first domain is exhausted, a uniform mix when all files are.
@@ -141,11 +146,12 @@ def mixed(domains: list[Stream], mix: Mix, tokens_per_byte: Mapping[str, float])
     Args:
         domains: streams of the mix (`streams`).
         tokens_per_byte: tokens per byte by domain name.
+        counts: counts to which the rows are added.
     """
     draw = random.Random(mix.seed)
     weights = [domain.weight or 1.0 for domain in domains]
     waiting = [(draw.random() * HEAD_START / weight, i) for i, weight in enumerate(weights)]
-    reading = [domain.documents() for domain in domains]
+    reading = [domain.documents(counts) for domain in domains]
     heapq.heapify(waiting)
     while waiting:
         received, index = waiting[0]
@@ -160,18 +166,13 @@ def mixed(domains: list[Stream], mix: Mix, tokens_per_byte: Mapping[str, float])
             heapq.heappop(waiting)
 
 
-def known_sum(values: list[int | None]) -> int | None:
-    """Return the sum of the values; None if any value is None."""
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
-
-
 class RequestedText:
     """Documents of a source selected by the settings of data preparation.
 
     Attributes:
         streams: domains or files of a mix; without a mix, the source.
         total_bytes: approximate size of the documents in bytes, at most `text_limit_bytes`; None if unknown.
+        counts: rows that the last call of `named_documents` has read.
 
     Raises:
         InputError: if the source is missing; for a mix, see `streams`.
@@ -179,6 +180,7 @@ class RequestedText:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.counts = ReadCounts()
         if settings.mix:
             self.streams = streams(settings.source, settings.mix)
         else:
@@ -195,12 +197,12 @@ class RequestedText:
         Raises:
             InputError: if the source is missing, empty or malformed.
         """
-        settings = self.settings
+        settings, self.counts = self.settings, ReadCounts()
         if settings.mix is None:
-            texts = (("", text) for text in self.streams[0].documents())
+            texts = (("", text) for text in self.streams[0].documents(self.counts))
         else:
             rates = {one.name: one.tokens_per_byte(tokenizer) if tokenizer else 1.0 for one in self.streams}
-            texts = mixed(self.streams, settings.mix, rates)
+            texts = mixed(self.streams, settings.mix, rates, self.counts)
         yield from texts if settings.text_limit_bytes is None else cut(texts, settings.text_limit_bytes)
 
 
@@ -250,9 +252,9 @@ class Amount:
     Attributes:
         name: name of the domain, file or source.
         bytes: size of the files, including JSON syntax (without a mix at most `text_limit_bytes`); None for
-            sources that are not local files.
-        tokens: number of tokens, EOS included, estimated from `bytes` and a sample; an overestimate for .jsonl files;
-            None if `bytes` is None.
+            sources that are not local files, and for compressed files.
+        tokens: number of tokens, EOS included, estimated from `bytes` and a sample; an overestimate for files of
+            rows; None if `bytes` is None.
         taken: number of tokens that would be prepared; None if unknown.
     """
 

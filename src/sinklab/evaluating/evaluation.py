@@ -32,7 +32,7 @@ class TaskRequest(CommandSettings, frozen=True):
         "else the items on the hub.",
     )
     text: Path | None = Field(
-        default=None, description="Text for the sink metric: .txt, .jsonl or a folder; default: the task's items."
+        default=None, description="Text for the sink metric: a text file or a folder; default: the task's items."
     )
     batch_size: Annotated[int, Flag(panel=ADVANCED)] = Field(default=4, ge=1, description="Requests per batch.")
     seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(

@@ -1,16 +1,14 @@
 """HellaSwag (1905.07830) as a task of lm-eval with items from a file: choose the most plausible of four endings."""
 
-import gzip
 import json
 import os
 import re
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sinklab.data.sources.rows import read_rows
 from sinklab.errors import InputError
-from sinklab.files import parse_json
 from sinklab.schema import ReadDocument
 
 NAME = "hellaswag"
@@ -42,14 +40,10 @@ def read_items(path: Path) -> list[ChoiceItem]:
         InputError: if the file cannot be read, has no items, or has a line that is not an item; the message names the
             file and the line.
     """
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            lines = [(number, line) for number, line in enumerate(file, start=1) if line.strip()]
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    if not lines:
+    items = [_item(row, where) for row, where in read_rows(path)]
+    if not items:
         raise InputError(f"{path} has no items: pass the items of {NAME}, a .jsonl or .jsonl.gz file")
-    return [_item(line, f"{path}, line {number}") for number, line in lines]
+    return items
 
 
 def load(path: Path) -> Any:
@@ -72,11 +66,10 @@ def load(path: Path) -> Any:
     return ConfigurableTask(config=config)
 
 
-def _item(line: str, where: str) -> ChoiceItem:
+def _item(row: Any, where: str) -> ChoiceItem:
     try:
-        row = parse_json(line)
         if not isinstance(row, dict):
-            raise ValueError(f"the line is {json.dumps(row)[:40]}, not an object")
+            raise ValueError(f"the row is {json.dumps(row)[:40]}, not an object")
         item = ChoiceItem.model_validate(row if "query" in row else _converted(row))
         if not item.query or not 0 <= item.label < len(item.endings) or not all(item.endings):
             raise ValueError(

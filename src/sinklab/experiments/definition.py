@@ -46,7 +46,7 @@ cells:
 
 from collections.abc import Mapping, Sequence
 from datetime import date
-from itertools import product
+from itertools import combinations, product
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
@@ -66,7 +66,7 @@ from sinklab.experiments.paper import Published
 from sinklab.experiments.quantities import QuantityName, quantity
 from sinklab.interventions import VARIANTS
 from sinklab.measuring.options import Inputs
-from sinklab.schema import Part
+from sinklab.schema import Part, leaves
 from sinklab.tuning.settings import TuneOptions
 
 SCALES: tuple[Scale, ...] = get_args(Scale)
@@ -342,8 +342,23 @@ class Experiment(Part):
         if not self.requests and not self.base:
             raise ValueError("base is missing: set the recipe of the trained cells (a measured cell sets `inputs`)")
         self._check_names_of_cells()
+        self._check_axes()
         self._check_measured()
         return self
+
+    def _check_axes(self) -> None:
+        """Check that no recipe key is set by two axes of the grid, of which the second would hide the first."""
+        keys = {
+            axis: {key for overlays in values.values() for one in overlays for key in leaves(one)}
+            for axis, values in self.changes.items()
+        }
+        for (first, ones), (second, others) in combinations(keys.items(), 2):
+            for key, other in product(sorted(ones), sorted(others)):
+                if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
+                    raise ValueError(
+                        f"the axes {first!r} and {second!r} of `changes` both set {max(key, other, key=len)}, so cells "
+                        "would have the value of the second under the names of both: set each key in one axis"
+                    )
 
     def _check_names_of_cells(self) -> None:
         known = {*self.requests, *(name for scale in self.base for name in self.cells_at(scale))}

@@ -192,9 +192,9 @@ def _check_inputs(experiment: Experiment, models: Sequence[str], text: Path | No
             raise InputError(f"{experiment.id} takes {wanted}, but --model was passed {len(models)} times")
         labels(models)  # raises InputError for duplicates
     if experiment.each == "domain" and (text is None or not text.is_dir()):
-        raise InputError(f"{experiment.id} needs --text FOLDER, a folder of .jsonl or .txt files, one per domain")
+        raise InputError(f"{experiment.id} needs --text FOLDER, a folder of text files, one per domain")
     if text is None and any(cell.inputs == "natural" for cell in cells):
-        raise InputError(f"{experiment.id} measures on natural text: pass --text FILE (.txt or .jsonl) or a folder")
+        raise InputError(f"{experiment.id} measures on natural text: pass --text FILE or a folder")
 
 
 def passes_of(experiment: Experiment, subjects: Sequence[Subject]) -> list[Pass]:

@@ -1,7 +1,7 @@
 """Input tokens of a measurement, N sequences of T tokens, by kind of input.
 
 natural   the first T tokens of each document that is long enough, in document order;
-          from a .txt file, consecutive sequences of T tokens: pieces (`read_pieces`) of a document that are too
+          from a .txt or .md file, consecutive sequences of T tokens: pieces (`read_pieces`) of a document that are too
           short are joined, and tokens that remain after the last sequence of a piece are skipped;
           from a folder, one sequence from each file in turn
 drawn     all sequences of T tokens of every document (only of its beginning, if it is very long), at most
@@ -25,7 +25,16 @@ import torch
 from torch import Tensor
 
 from sinklab.data.sources.corpora import documents
-from sinklab.data.sources.textfiles import Render, expanded, plain_conversation, read_documents, read_pieces, text_files
+from sinklab.data.sources.textfiles import (
+    ReadCounts,
+    Render,
+    expanded,
+    is_plain,
+    plain_conversation,
+    read_documents,
+    read_pieces,
+    text_files,
+)
 from sinklab.data.spelling import Spelled
 from sinklab.errors import InputError
 from sinklab.models.adapter import type_text
@@ -51,16 +60,18 @@ def natural_text(
     prefix: Sequence[int] = (),
     fewer: bool = False,
     render: Render = plain_conversation,
+    counts: ReadCounts | None = None,
 ) -> list[Sequence[int]]:
     """Tokenise real text and cut it into sequences, without the prefix (`with_prefix` adds it).
 
     Args:
-        text: .txt or .jsonl file, folder of such files, or another source of documents (data/sources/corpora.py).
+        text: text file, folder of such files, or another source of documents (data/sources/corpora.py).
         encode: function from text to token ids, without special tokens.
         sequences, length: N and T; T includes `prefix`.
         prefix: token ids that will be prepended to each sequence.
         fewer: accept fewer sequences, but at least one, if the text is too short.
         render: function (messages of a conversation, its place in the file) -> text.
+        counts: counts to which the rows that are read are added.
 
     Returns:
         The sequences, each a slice of T - len(prefix) tokens of a result of `encode`.
@@ -70,7 +81,7 @@ def natural_text(
             states how many); or if T is not greater than the length of `prefix`.
     """
     _check_shape(length, len(prefix))
-    cutter = _Cutter(encode, length - len(prefix), render)
+    cutter = _Cutter(encode, length - len(prefix), render, counts)
     rows = list(islice(cutter.sequences(text), sequences))
     if len(rows) < sequences and not (fewer and rows):
         found, counted = len(rows), cutter.documents and not cutter.pieces
@@ -92,6 +103,7 @@ def drawn_text(
     draw: int,
     prefix: Sequence[int] = (),
     render: Render = plain_conversation,
+    counts: ReadCounts | None = None,
 ) -> list[Sequence[int]]:
     """Draw random sequences from a text; different draws are disjoint.
 
@@ -106,7 +118,7 @@ def drawn_text(
             draw; or if T is not greater than the length of `prefix`.
     """
     _check_shape(length, len(prefix))
-    cutter = _Cutter(encode, length - len(prefix), render, everything=True)
+    cutter = _Cutter(encode, length - len(prefix), render, counts, everything=True)
     pool = list(islice(cutter.sequences(text), POOL * sequences))
     if not pool:
         counted = cutter.documents and not cutter.pieces
@@ -147,14 +159,15 @@ class _Cutter:
     Attributes:
         body: number of tokens of a sequence, without the prefix.
         everything: whether all sequences of a document are cut, not only the first; very long documents are then
-            truncated. From a .txt file, all sequences are always cut.
-        documents: number of documents read so far, without those of .txt files.
-        pieces: whether a .txt file was read.
+            truncated. From a .txt or .md file, all sequences are always cut.
+        documents: number of documents read so far, without those of .txt and .md files.
+        pieces: whether a .txt or .md file was read.
     """
 
     encode: Encode
     body: int
     render: Render
+    counts: ReadCounts | None = None
     everything: bool = False
     documents: int = 0
     pieces: bool = False
@@ -163,12 +176,12 @@ class _Cutter:
         """Yield the sequences of a file or another source of documents; from a folder, one from each file in turn."""
         here = expanded(str(text))
         if not here.exists():
-            yield from self._of_documents(documents(str(text), render=self.render))
+            yield from self._of_documents(documents(str(text), render=self.render, counts=self.counts))
             return
         turns = [
             self._of_pieces(read_pieces(file))
-            if file.suffix.lower() == ".txt"
-            else self._of_documents(read_documents(file, self.render))
+            if is_plain(file)
+            else self._of_documents(read_documents(file, self.render, self.counts))
             for file in text_files(here)
         ]
         while turns:

@@ -10,10 +10,10 @@ Packing the same sweep again with the same version gives identical files. `sinkl
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sinklab.errors import InputError
+from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.documents import SUMMARY, CellRun, Summary, read_record, verdict_counts
 from sinklab.experiments.sweep.packed import (
     CHECKSUMS,
@@ -21,10 +21,12 @@ from sinklab.experiments.sweep.packed import (
     PACKED_FILES,
     RUNS,
     PackedRun,
+    read_packed,
     write_checksums,
     write_packed,
 )
 from sinklab.experiments.sweep.store import MANIFESTS
+from sinklab.experiments.sweep.verifying import Verified
 from sinklab.files import read_mapping, write_text
 from sinklab.outputs import RECIPE, REPORT, check_results
 from sinklab.report.collect import collect
@@ -38,6 +40,7 @@ from sinklab.train.directory.environment import read_environment
 from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 
 CHECKED = (RECIPE, METRICS)
+README = "README.md"
 COMMAND = "command"  # key of env.json that is not packed, because it contains local paths
 
 
@@ -48,12 +51,12 @@ def pack_sweep(found: ReportData, out: Path) -> Path:
 
     Args:
         found: content of a single directory, that of the sweep (`collect`).
-        out: target folder; it must be new, empty or an earlier copy.
+        out: target folder; it must be new, empty or an earlier copy, all of whose runs are in the sweep.
 
     Raises:
         InputError: if `found` is not of exactly one directory, the directory has no sweep, `out` has other content,
-            contains the sweep or is inside it, a recipe or manifest contains an absolute path, or another file to be
-            packed cannot be read or is damaged.
+            contains the sweep or is inside it, or has runs that the sweep lacks, a recipe or manifest contains an
+            absolute path, or another file to be packed cannot be read or is damaged.
         SinklabError: if a file cannot be written, or env.json of a run is damaged.
     """
     if len(found.dirs) != 1:
@@ -73,6 +76,7 @@ def pack_sweep(found: ReportData, out: Path) -> Path:
     packed = _packed_runs(sweep)
     if not packed:
         raise InputError(f"{top} has no finished or failed run to pack; measurements of existing models are not packed")
+    _check_keeps_runs(out, packed)
     write_text(out / CHECKSUMS, "")  # after an interruption, the next call recognises its own copy
     _remove_earlier_copy(out)
     for name, runs in packed.items():
@@ -108,6 +112,18 @@ def _check_paths(sweep: Sweep) -> None:
                     f"{path}: {key} is {value}, an absolute path, which may not exist on another machine: "
                     "run the experiment with a path relative to the working directory"
                 )
+
+
+def _check_keeps_runs(out: Path, packed: Mapping[str, Sequence[PackedRun]]) -> None:
+    """Raise InputError if an earlier copy in `out` has runs that are not to be packed and would be lost."""
+    if not out.is_dir() or not any(out.iterdir()) or not (out / CHECKSUMS).stat().st_size:
+        return  # there is no copy, or an incomplete one, whose runs were compared before
+    before = {run.environment["hash"] for path in out.glob(f"*/{RUNS}") for run in read_packed(path.parent)}
+    if lost := before - {run.environment["hash"] for runs in packed.values() for run in runs}:
+        raise InputError(
+            f"{out} has {counted(len(before), 'packed run')}, of which the sweep lacks {len(lost)}: choose another "
+            f"--pack folder, or add its runs to the sweep first (`sinklab reproduce .. --packed {out}`)"
+        )
 
 
 def _remove_earlier_copy(out: Path) -> None:
@@ -169,7 +185,33 @@ def _pack_documents(sweep: Sweep, out: Path) -> None:
     summary.save(out)
     for path in _manifests(sweep):
         write_text(out / MANIFESTS / path.name, path.read_text(encoding="utf-8"))
-    write_text(out / "README.md", readme(summary, origins([sweep]), out.resolve().name))
+    write_text(out / README, readme(summary, origins([sweep]), out.resolve().name))
+
+
+def check_readme(top: Path) -> Verified:
+    """Compare README.md of a packed sweep with the text that its summary and runs give, except for the title.
+
+    The title has the name of the folder in which the sweep was packed.
+    """
+    drawn = f"{REPORT} and {CHARTS}/, which `sinklab report {top}` draws again from the other files"
+    check = Verified(f"{README} written again", 1, notes=[f"not verified: {drawn}"])
+    try:
+        there = (top / README).read_text(encoding="utf-8").splitlines()
+        sweeps = collect([top]).sweeps
+        if not sweeps:
+            raise InputError(f"{top} has no {SUMMARY} of a sweep")
+        here = readme(sweeps[0].summary, origins(sweeps), "").splitlines()
+    except (OSError, UnicodeDecodeError, SinklabError) as error:
+        check.problems.append(f"{README} cannot be compared: {error}")
+        return check
+    places = range(1, max(len(there), len(here)))
+    line = next((place for place in places if there[place : place + 1] != here[place : place + 1]), None)
+    if line is not None:
+        check.problems.append(
+            f"line {line + 1} of {README} is not what this version of sinklab writes: "
+            f"{''.join(there[line : line + 1])[:80]!r} instead of {''.join(here[line : line + 1])[:80]!r}"
+        )
+    return check
 
 
 def _relative(message: str, sweep: Sweep) -> str:

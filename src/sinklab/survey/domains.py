@@ -3,6 +3,7 @@
 from functools import cache, partial
 from pathlib import Path, PurePosixPath
 
+from sinklab.data.sources.rows import without_kind
 from sinklab.data.sources.textfiles import text_files
 from sinklab.errors import InputError
 from sinklab.jobs.progress import Observer, ignore
@@ -25,7 +26,7 @@ def measure_domains(
     out: Path | None = None,
     observe: Observer = ignore,
 ) -> Survey:
-    """Measure a model on every .txt and .jsonl file in or below a folder (`domain_files`), and save domains.json.
+    """Measure a model on every text file in or below a folder (`domain_files`), and save domains.json.
 
     A domain has fewer sequences than requested if its file is too short.
 
@@ -37,7 +38,7 @@ def measure_domains(
     """
     if folder is None or not folder.is_dir():
         got = "" if folder is None else f"; got {folder}"
-        raise InputError(f"--by-domain needs --text FOLDER, a folder of .jsonl or .txt files{got}")
+        raise InputError(f"--by-domain needs --text FOLDER, a folder of text files{got}")
     if request.options.inputs != "natural":
         raise InputError(f"--by-domain measures text: remove --inputs {request.options.inputs}")
     check_name(model)
@@ -63,15 +64,15 @@ def measure_domains(
 
 
 def domain_files(folder: Path) -> dict[str, Path]:
-    """Return the .txt and .jsonl files in and below a folder by domain: the file's path in the folder.
+    """Return the text files in and below a folder by domain: the file's path in the folder.
 
-    The suffix is removed unless two files differ only in it, or a folder with texts has the same name.
+    The suffixes are removed unless two files differ only in it, or a folder with texts has the same name.
 
     Raises:
-        InputError: if the folder has no .txt or .jsonl file.
+        InputError: if the folder has no text file.
     """
     files = text_files(folder)
-    bare = [file.relative_to(folder).with_suffix("").as_posix() for file in files]
+    bare = [without_kind(file.relative_to(folder)).as_posix() for file in files]
     nested = {parent.as_posix() for name in bare for parent in PurePosixPath(name).parents}
     return {
         name if bare.count(name) == 1 and name not in nested else file.relative_to(folder).as_posix(): file

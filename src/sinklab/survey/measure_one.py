@@ -9,7 +9,7 @@ mask, the whole prefix. If a sequence ends in the middle of a character, only th
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinklab.data.sources.textfiles import text_files
+from sinklab.data.sources.textfiles import ReadCounts, expanded, notes_on_folder, text_files
 from sinklab.data.spelling import UNKNOWN
 from sinklab.errors import InputError
 from sinklab.jobs.ledger import unsaved
@@ -47,8 +47,8 @@ def measure_model(
 
     Args:
         model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
-        text: a .txt or .jsonl file, a folder of them, or a source such as stdlib (data/sources/corpora.py). Only
-            natural inputs need a text.
+        text: a text file, a folder of them, or a source such as stdlib (data/sources/corpora.py). Only natural
+            inputs need a text.
         out: output directory; an earlier measurement in it is replaced, and its tables are removed. None saves nothing.
         progress: callback, called with (sequences done, total sequences).
 
@@ -86,12 +86,14 @@ class ReadTokens:
         bos_tokens: number of special tokens prepended to each sequence. If none are prepended, 1 if the chat template
             wrote BOS in any conversation, else 0.
         conversations: renderer of the conversations in the text; its notes say how they were rendered.
+        counts: number of rows read from the text, and of those without text.
     """
 
     tokens_NT: Tensor
     sizes_NT: Tensor | None
     bos_tokens: int
     conversations: Conversations
+    counts: ReadCounts = field(default_factory=ReadCounts)
 
 
 def check_measurable(model: Model, request: Request) -> None:
@@ -125,7 +127,13 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
     assert text is not None  # `Request.check`
     prefix = () if request.no_bos else model.special
     conversations = model.conversations(keep_bos=not (model.special or request.no_bos or request.drawn_text))
-    wanted: dict[str, Any] = {"sequences": request.sequences, "length": request.length, "prefix": prefix}
+    counts = ReadCounts()
+    wanted: dict[str, Any] = {
+        "sequences": request.sequences,
+        "length": request.length,
+        "prefix": prefix,
+        "counts": counts,
+    }
     if request.drawn_text:
         bodies = inputs.drawn_text(text, model.spelled, draw=request.seed, render=conversations.render, **wanted)
     else:
@@ -142,7 +150,7 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
         raise InputError(
             f"--ablate no_bos: {why}, so there is no BOS to remove; use --ablate mask_first:1 to hide the first token"
         )
-    return ReadTokens(tokens_NT, sizes_NT, bos_tokens, conversations)
+    return ReadTokens(tokens_NT, sizes_NT, bos_tokens, conversations, counts)
 
 
 def measure_loaded(model: Model, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
@@ -173,8 +181,10 @@ def measure_loaded(model: Model, text: Path | None, request: Request, progress: 
             )
         elif size:
             bits = measurement.loss * predicted_NT.numel() / math.log(2) / size
-    notes += [*model.notes, *read.conversations.notes()]
-    files = text_files(text) if request.options.inputs == "natural" and text and text.is_dir() else []
+    notes += [*model.notes, *read.conversations.notes(), *read.counts.notes()]
+    folder = expanded(str(text)) if request.options.inputs == "natural" and text else None
+    files = text_files(folder) if folder and folder.is_dir() else []
+    notes += notes_on_folder(folder) if folder else []
     if len(files) > 1:
         how = "are drawn from" if request.drawn_text else "alternate between"
         notes.append(f"the sequences {how} the {len(files)} files of {text}")

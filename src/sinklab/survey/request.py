@@ -67,7 +67,8 @@ class Request(CommandSettings, frozen=True):
         if self.options.inputs == "natural":
             if text is None:
                 raise InputError(
-                    "natural inputs need a text: add --text FILE (.txt or .jsonl), or use --inputs random or repeat"
+                    "natural inputs need a text: add --text FILE (.txt, .jsonl, .csv, .parquet, ..), or use --inputs "
+                    "random or repeat"
                 )
             next(documents(str(text)))
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sinklab.data.sources.textfiles import Message, read_conversations
+from sinklab.data.sources.textfiles import Message, ReadCounts, read_conversations
 from sinklab.errors import InputError
 from sinklab.measuring.inputs import default_prefix
 from sinklab.models.huggingface.rendering import MARK, Rendered, render_chat
@@ -172,23 +172,23 @@ def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> tu
         seed: random seed of the shuffle.
 
     Returns:
-        The shuffled, truncated conversations that have assistant tokens after the first token, and a note with four
-        numbers of conversations: all, truncated ones among those returned, excluded ones, and those in which the
-        tokenizer changes the assistant's text, excluded ones included.
+        The shuffled, truncated conversations that have assistant tokens after the first token, and a note with the
+        numbers of all conversations, truncated ones among those returned, excluded ones, those in which the tokenizer
+        changes the assistant's text, excluded ones included, and rows without a conversation.
 
     Raises:
         InputError: if the file cannot be read or has no conversations, or a conversation has no assistant text or fails
             in the template or tokenizer; the message names the line.
     """
-    chats = []
-    for messages, where in read_conversations(path):
-        if not any(message["role"] == ASSISTANT and message["content"].strip() for message in messages):
+    chats, counts = [], ReadCounts()
+    for messages, where in read_conversations(path, counts):
+        if not any(message["role"] == ASSISTANT and (message["content"] or "").strip() for message in messages):
             raise InputError(
                 f'{where}: no message with role "{ASSISTANT}" has text to train on: remove the conversation'
             )
         chats.append(template.tokenize(messages, where))
     if not chats:
-        raise InputError(f"{path} contains no conversation: pass a .jsonl file with rows that have `messages`")
+        raise InputError(f"{path} contains no conversation: pass a file whose rows have `messages`")
     taught = [one for one in chats if any(one.is_trained[1:length])]
     note = (
         f"{plural(len(chats), 'conversation')}, {sum(len(one.ids) > length for one in taught):,} of them truncated to "
@@ -198,6 +198,7 @@ def read_chats(path: Path, template: ChatTemplate, length: int, seed: int) -> tu
         note += f", {silent:,} excluded because no assistant tokens remain"
     if inexact := sum(not one.is_exact for one in chats):
         note += f"; in {inexact:,} the tokenizer drops or changes characters of the assistant's text"
+    note += "".join(f"; {one}" for one in counts.notes())
     order = torch.randperm(len(taught), generator=torch.Generator().manual_seed(seed)).tolist()
     return [TokenizedChat(taught[i].ids[:length], taught[i].is_trained[:length]) for i in order], note
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sinklab.data.sources.textfiles import ReadCounts, expanded, notes_on_folder
 from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.files import sha256_of
@@ -27,7 +28,7 @@ class TuneSources:
     """Input files of a tuning run.
 
     Attributes:
-        chats: .jsonl file of conversations.
+        chats: file of conversations.
         text: text file for the sink metric; None for the held-out conversations.
         template: file with a chat template that replaces the model's; None for the model's.
     """
@@ -74,6 +75,7 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
     count = held_out_for(options, len(usable))
     held_out, trained = usable[:count], usable[count:]
     settings = settings_for(options, length, count, len(trained))
+    read = ReadCounts()
     if sources.text is None:
         tokens_NT = first_tokens(held_out, settings.sequences, settings.sink_length)
     else:
@@ -85,9 +87,12 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
             prefix=opened.special,
             fewer=True,
             render=opened.conversations(keep_bos=not opened.special).render,
+            counts=read,
         )
         tokens_NT = with_prefix(bodies, opened.special)
-    notes = [*_notes_of_loading(opened), *template.notes, counts]
+    notes = [*_notes_of_loading(opened), *template.notes, counts, *read.notes()]
+    if sources.text is not None:
+        notes += notes_on_folder(expanded(str(sources.text)))
     if len(tokens_NT) < settings.sequences:
         notes.append(
             f"the sink metric uses {len(tokens_NT)} of the requested {settings.sequences} sequences: the text or the "

@@ -22,8 +22,16 @@ from pathlib import Path
 from typing import Self
 
 from sinklab.data.sources.hub import PREFIX, hub_documents
+from sinklab.data.sources.rows import is_compressed, kind_of
 from sinklab.data.sources.synthetic import VERSION, parse, synthetic_documents
-from sinklab.data.sources.textfiles import Render, expanded, plain_conversation, read_documents, text_files
+from sinklab.data.sources.textfiles import (
+    ReadCounts,
+    Render,
+    expanded,
+    plain_conversation,
+    read_documents,
+    text_files,
+)
 from sinklab.errors import InputError
 from sinklab.files import sha256_of
 
@@ -65,12 +73,13 @@ class Fingerprint:
         return other
 
 
-def documents(source: str, *, render: Render = plain_conversation) -> Iterator[str]:
+def documents(source: str, *, render: Render = plain_conversation, counts: ReadCounts | None = None) -> Iterator[str]:
     """Yield the non-empty documents of a source in a fixed order.
 
     Args:
         source: see `DataConfig.source`, except a directory of prepared data.
-        render: function that renders `messages` as text.
+        render: function that renders a conversation as text.
+        counts: counts to which the rows of files and datasets are added.
 
     Raises:
         InputError: if the source is missing, empty or malformed; the message names the source or file, and for a
@@ -79,11 +88,11 @@ def documents(source: str, *, render: Render = plain_conversation) -> Iterator[s
     if names := installed_names(source):
         texts = installed_documents(names)
     elif source.startswith(PREFIX):
-        texts = hub_documents(source, render)
+        texts = hub_documents(source, render, counts=counts)
     elif request := parse(source):
         texts = synthetic_documents(request)
     else:
-        texts = (text for path in text_files(expanded(source)) for text in read_documents(path, render))
+        texts = (text for path in text_files(expanded(source)) for text in read_documents(path, render, counts))
     found = False
     for text in texts:
         found = True
@@ -93,7 +102,9 @@ def documents(source: str, *, render: Render = plain_conversation) -> Iterator[s
 
 
 def total_bytes(source: str) -> int | None:
-    """Estimate the amount of text of a source in bytes from file sizes; None for hub and synthetic sources.
+    """Estimate the amount of text of a source in bytes from file sizes; None if it is unknown.
+
+    It is unknown for hub and synthetic sources and for compressed files.
 
     Raises:
         InputError: if the source does not exist or has no files.
@@ -102,7 +113,18 @@ def total_bytes(source: str) -> int | None:
         return sum(entry.size for entry in entries(names))
     if source.startswith(PREFIX) or parse(source):
         return None
-    return sum(path.stat().st_size for path in text_files(expanded(source)))
+    return known_sum([size_of(path) for path in text_files(expanded(source))])
+
+
+def size_of(path: Path) -> int | None:
+    """Return the size of a file in bytes; None for a compressed file, which has an unknown amount of text."""
+    return None if is_compressed(path) or kind_of(path) == ".parquet" else path.stat().st_size
+
+
+def known_sum(values: list[int | None]) -> int | None:
+    """Return the sum of the values; None if any value is None."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
 
 
 def identity(source: str, contents: bool = False) -> str:
@@ -187,7 +209,7 @@ def entries(names: list[str]) -> list[InstalledText]:
     if not found:
         raise InputError(
             f"the Python installation in {sys.prefix} has no files of {'+'.join(names)}: use another source, such as "
-            "a .txt or .jsonl file"
+            "a text file"
         )
     return sorted(found.values(), key=lambda entry: hashlib.sha256(entry.name.encode()).digest())
 

@@ -4,36 +4,48 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-from sinklab.data.sources.textfiles import Render, expanded, plain_conversation, row_text
+from sinklab.data.sources.textfiles import ReadCounts, Render, expanded, plain_conversation, texts_of_rows
 from sinklab.errors import InputError
 from sinklab.extras import require_extra
 
 PREFIX = "hf:"
-_TEXTS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")  # text formats that `datasets` can read file by file
+_TEXTS = (
+    ".jsonl",
+    ".jsonl.gz",
+    ".jsonl.zst",
+    ".txt",
+    ".csv",
+    ".parquet",
+)  # text formats that `datasets` can read file by file
 
 
-def hub_documents(source: str, render: Render = plain_conversation, files: list[str] | None = None) -> Iterator[str]:
+def hub_documents(
+    source: str,
+    render: Render = plain_conversation,
+    files: list[str] | None = None,
+    counts: ReadCounts | None = None,
+) -> Iterator[str]:
     """Stream the documents of `hf:NAME[:CONFIG[:SPLIT]]`, one per non-empty row; the default split is `train`.
 
     NAME may also be a local folder that `datasets` can read. Remote code is never executed.
 
     Args:
-        render: function that renders `messages` as text.
+        render: function that renders a conversation as text.
         files: files of the dataset to read instead of the split; default: all files of the split.
+        counts: counts to which the rows are added.
 
     Raises:
-        InputError: if the source is malformed, `datasets` is not installed, the dataset cannot be fetched, or a row has
-            neither text nor messages.
+        InputError: if the source is malformed, `datasets` is not installed, the dataset cannot be fetched, a message
+            is malformed, or no row has text.
     """
     name, config, split = _parts(source)
     require_extra("data", ("datasets",), f"source {source}")
     datasets: Any = importlib.import_module("datasets")
     selected: dict[str, Any] = {"split": split} if files is None else {"split": "train", "data_files": files}
     try:
-        for number, row in enumerate(datasets.load_dataset(name, config, streaming=True, **selected), start=1):
-            text = row_text(row, f"{source}, row {number}", render)
-            if text.strip():
-                yield text
+        rows = enumerate(datasets.load_dataset(name, config, streaming=True, **selected), start=1)
+        placed = ((row, f"{source}, row {number}") for number, row in rows)
+        yield from texts_of_rows(placed, source, render, ReadCounts() if counts is None else counts)
     except InputError:
         raise
     except Exception as error:  # network, hub and format errors share no base class
@@ -44,7 +56,7 @@ def hub_documents(source: str, render: Render = plain_conversation, files: list[
 
 
 def hub_files(source: str) -> list[str]:
-    """List the .txt, .jsonl, .jsonl.gz and .jsonl.zst files of a dataset on the hub or in a local folder, sorted.
+    """List the text files (`_TEXTS`) of a dataset on the hub or in a local folder, sorted.
 
     If any of these files is in a folder with the name of the split, only files in such folders are listed.
 

@@ -18,12 +18,14 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
 from sinklab.assessing.assessment import ASSESSMENT
-from sinklab.errors import InputError
-from sinklab.experiments.documents import RECORD
+from sinklab.errors import InputError, cause
+from sinklab.experiments.documents import RECORD, RunRecord
 from sinklab.experiments.sweep.store import MANIFESTS, read_manifests
 from sinklab.files import parse_json, sha256_of, write_gzip, write_json, write_text
 from sinklab.outputs import RECIPE
@@ -36,9 +38,38 @@ OPTIONAL = {"assessments.jsonl.gz": "assessment", "tunings.jsonl.gz": "tuning"}
 """Files with documents that only some runs have, each with the document's key in a line (a field of `PackedRun`)."""
 PACKED_FILES = (RECIPES, RUNS, ALL_METRICS, *OPTIONAL)
 CHECKSUMS = "checksums.txt"
+MOST_BYTES = 2**28
+"""Maximum size of a decompressed file of packed runs in bytes. The largest in `results/` has 3 million."""
+
+LONGEST_NAME = 200  # bytes of a part of a path; file systems allow 255, and suffixes are added
 
 _HEAD = "--- # "
 _DOCUMENT = re.compile(rf"^{re.escape(_HEAD)}(.+)\n", re.MULTILINE)
+
+
+class _Text(BaseModel):
+    fingerprint: str = ""
+
+
+class _Environment(BaseModel):
+    """Types of the keys of env.json that are read; older files have only some of them."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    hash: str
+    data: _Text = Field(default_factory=_Text)
+    begun: str | None = None
+    git: str | None = None
+    device: str | None = None
+    threads: int | None = None
+
+
+class _Run(BaseModel):
+    """A line of runs.jsonl."""
+
+    run: str
+    record: RunRecord
+    environment: _Environment
 
 
 @dataclass(frozen=True)
@@ -97,6 +128,8 @@ def read_packed(folder: Path) -> list[PackedRun]:
         metrics: dict[str, list[str]] = {}
         for row in _rows(_read_gzip(folder / ALL_METRICS)):
             metrics.setdefault(row.pop("run"), []).append(json.dumps(row) + "\n")
+        ends = list(_rows((folder / RUNS).read_text(encoding="utf-8")))
+        TypeAdapter(list[_Run]).validate_python(ends)
         optional = {
             key: {row["run"]: row[key] for row in _rows(_read_gzip(folder / name))}
             for name, key in OPTIONAL.items()
@@ -111,11 +144,12 @@ def read_packed(folder: Path) -> list[PackedRun]:
                 environment=row["environment"],
                 **{key: documents.get(row["run"]) for key, documents in optional.items()},
             )
-            for row in _rows((folder / RUNS).read_text(encoding="utf-8"))
+            for row in ends
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zlib.error) as error:
+        why = cause(error) if isinstance(error, ValidationError) else error
         raise InputError(
-            f"{folder} contains packed runs that cannot be read ({error}): restore its files from the original"
+            f"{folder} contains packed runs that cannot be read ({why}): restore its files from the original"
         ) from error
 
 
@@ -123,26 +157,43 @@ def unpack(top: Path, into: Path) -> list[Path]:
     """Restore the directory of every packed run below `into`, and return those created; existing ones are not modified.
 
     Raises:
-        InputError: if `top` contains no packed runs, if a file is missing, cannot be read or is damaged, or if the
-            directory of a run would be outside `into`.
+        InputError: if `top` contains no packed runs, if a file is missing, cannot be read or is damaged, if the name of
+            a run is not that of a directory below `into`, or if a run is packed twice.
         SinklabError: if a file cannot be written.
     """
     if not is_packed(top):
         raise InputError(
             f"{top} contains no packed runs: expected folders with {RUNS}, as `sinklab report --pack` writes them"
         )
-    made = []
+    made: list[Path] = []
+    packed: set[str] = set()
     for folder in sorted(path.parent for path in top.glob(f"*/{RUNS}")):
         for run in read_packed(folder):
-            directory = into / run.directory
-            if not directory.resolve().is_relative_to(into.resolve()):
+            if not _is_below(run.directory):
                 raise InputError(
-                    f"{folder / RUNS} names a run {run.directory}, which is outside the sweep: restore the file"
+                    f"{folder / RUNS} names a run {run.directory[:80]!r}, which is no directory within the sweep: "
+                    "restore the file"
                 )
+            if found := {run.directory, run.environment["hash"]} & packed:
+                raise InputError(f"{folder / RUNS}: the run {found.pop()} is packed twice: restore the file")
+            packed |= {run.directory, run.environment["hash"]}
+            directory = into / run.directory
             if not (directory / ENVIRONMENT).exists():  # written last
                 _write_run(directory, run)
                 made.append(directory)
     return made
+
+
+def _is_below(name: str) -> bool:
+    """Return True if the name of a run is a relative path without `..` that a file system can have."""
+    parts = PurePosixPath(name).parts
+    return (
+        bool(parts)
+        and name.isprintable()
+        and not name.startswith("/")
+        and ".." not in parts
+        and all(len(part.encode()) <= LONGEST_NAME for part in parts)
+    )
 
 
 def import_packed(top: Path, out: Path) -> None:
@@ -202,4 +253,8 @@ def _rows(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _read_gzip(path: Path) -> str:
-    return gzip.decompress(path.read_bytes()).decode()
+    with gzip.open(path) as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"{path.name} has more than {MOST_BYTES:,} bytes")
+    return content.decode()

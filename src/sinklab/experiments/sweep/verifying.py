@@ -1,22 +1,32 @@
-"""Verify a packed sweep: checksums, run hashes, dates of claims, verdicts, and a sample of runs by retraining."""
+"""Verify a packed sweep: checksums, run hashes, dates of claims, the summary, and a sample of runs by retraining.
 
+The summary is computed again from the packed metrics and compared as a whole. Metrics, records and checksums that were
+changed consistently pass all checks except the retraining of these runs.
+"""
+
+import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
 from sinklab.errors import InputError, SinklabError, cause
-from sinklab.experiments.documents import SUMMARY, Summary, edited, read_record
+from sinklab.experiments.definition import SCALE_NOTES
+from sinklab.experiments.documents import SUMMARY, JudgedClaim, Summary, edited, read_record
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.sweep.engine import PlannedRun
-from sinklab.experiments.sweep.packed import CHECKSUMS, read_checksums, unpack
+from sinklab.experiments.sweep.packed import CHECKSUMS, METRICS, read_checksums, unpack
 from sinklab.experiments.sweep.store import SweepManifest, found_runs, read_manifests, summary_of
 from sinklab.experiments.sweep.worker import train_cell
 from sinklab.files import read_document, sha256_of
+from sinklab.outputs import RECIPE
+from sinklab.schema import leaves
 from sinklab.tables import number_text, plural
 from sinklab.train.directory.environment import read_environment
 from sinklab.train.directory.history import Evaluation, read_history
@@ -31,6 +41,8 @@ SAME_NUMBERS = ("processor", "device", "torch", "python", "threads", "compiles_l
 
 FROM_SHIPPED_FILES = {"finds", "elsewhere"}
 """Fields of a claim in summary.json that are computed from files shipped with sinklab, such as pilots.json."""
+
+NOT_RETRAINED = "changes of metrics with consistent checksums and summary are only found by --retrain"
 
 ROUNDING = 1e-9
 """Relative and absolute tolerance of numbers that are recomputed from the same metrics."""
@@ -86,10 +98,12 @@ def verify_packed(
             say("unpacking the runs")
             unpack(top, files)
             runs = found_runs(files)
-            checks.append(_check_runs(runs))
+            checks.append(_check_runs(runs, read_manifests(top).values()))
+            if not retrain:
+                checks[-1].notes.append(NOT_RETRAINED)
             checks.append(check_dates(read_manifests(top).values(), runs))
-            say("judging all claims again")
-            checks.append(_check_verdicts(top, files))
+            say("computing the summary again")
+            checks.append(_check_summary(top, files))
             if retrain:
                 checks.append(_retrained(runs, retrain, seed, say))
     except InputError as error:
@@ -118,66 +132,129 @@ def _check_files(top: Path) -> Verified:
     return Verified("checksums of files", len(expected), problems)
 
 
-def _check_runs(runs: dict[str, Path]) -> Verified:
-    """Check that every run has a record, files with the recorded checksums, and a recipe with the recorded hash."""
+def _check_runs(runs: dict[str, Path], manifests: Iterable[SweepManifest]) -> Verified:
+    """Check that every run has a record, files with the recorded checksums, and a recipe with the recorded hash.
+
+    The recipe must have the seed and the changed keys of the cells to which the manifests assign the run.
+    """
+    cells: dict[str, list[tuple[str, int, Mapping[str, object]]]] = {}
+    for manifest in manifests:
+        for name, seed, run_hash in manifest.runs():
+            cells.setdefault(run_hash, []).append((name, seed, manifest.cells[name].change))
     check = Verified("recipes and metrics of runs", len(runs))
     for run_hash, directory in sorted(runs.items(), key=lambda item: item[1].name):
         record = read_record(directory)
         if record is None or record.hash != run_hash:
             check.problems.append(f"{directory.name} has no record, or the record of another run")
             continue
+        there = [name for name in (RECIPE, METRICS) if (directory / name).stat().st_size]
+        check.problems += [
+            f"{directory.name}: its record has no checksum of {name}" for name in there if name not in record.files
+        ]
         check.problems += [
             f"{directory.name}: {name} was changed or removed since the run ended" for name in edited(directory, record)
         ]
         fingerprint = read_environment(directory).get("data", {}).get("fingerprint")
-        if load_recipe(str(directory / "recipe.yaml")).content_hash(str(fingerprint)) != run_hash:
+        recipe = load_recipe(str(directory / RECIPE))
+        if recipe.content_hash(str(fingerprint)) != run_hash:
             check.problems.append(f"{directory.name}: its recipe and text fingerprint do not have the hash {run_hash}")
+        values = leaves(recipe.model_dump(mode="json"), empty=True)
+        for name, seed, change in cells.get(run_hash, ()):
+            wanted = {"seed": seed, **change}
+            if different := [key for key in wanted if wanted[key] != values.get(key, values.get(f"{key}.kind"))]:
+                check.problems.append(
+                    f"{directory.name}: its {different[0]} is not that of cell {name} in asked/: "
+                    f"{wanted[different[0]]!r}"
+                )
     return check
 
 
-def _check_verdicts(top: Path, files: Path) -> Verified:
-    """Compare cells and claims of summary.json with those recomputed from the unpacked runs and the manifests."""
-    now = summary_of(read_manifests(top), files)
-    check = Verified("verdicts judged again")
+def _check_summary(top: Path, files: Path) -> Verified:
+    """Compare summary.json with the summary of the manifests that is computed from the unpacked runs."""
+    check = Verified("summary computed again")
     try:
         before = read_document(Summary, top / SUMMARY, "restore it, or use the version of sinklab that wrote it")
     except InputError as error:
         check.problems.append(str(error))
         return check
+    manifests = read_manifests(top)
+    order = [name for name in before.experiments if name in manifests]
+    now = summary_of({name: manifests[name] for name in [*order, *manifests]}, files)
     check.checked = len(before.claims)
-    judged = {(one.experiment, one.id): one for one in now.claims}
-    for claim in before.claims:
-        again = judged.pop((claim.experiment, claim.id), None)
-        if again is None:
-            check.problems.append(f"{claim.experiment}.{claim.id} is not a claim of any experiment in asked/")
-        elif different := [
-            key
-            for key, value in claim.model_dump(exclude=FROM_SHIPPED_FILES).items()
-            if not _same_numbers(value, again.model_dump()[key])
-        ]:
-            shown = {"verdict", "evidence"} & set(different)
-            here, there = (f"{one.verdict} ({one.evidence})" if shown else one.verdict for one in (claim, again))
+    check.problems += _claim_problems(before.claims, now.claims)
+    old, new = (_document(one) for one in (before, now))
+    for name in old["cells"].keys() | new["cells"].keys():
+        for path, there, here in _differences(old["cells"].get(name), new["cells"].get(name)):
             check.problems.append(
-                f"{claim.experiment}.{claim.id} is {here} in {SUMMARY}, and {there} when judged from its runs; "
-                f"different: {', '.join(different)}"
+                f"cell {name}: the numbers in {SUMMARY} and those computed from its runs differ ({path or name} is "
+                f"{_shortened(there)}, and {_shortened(here)} from its runs)"
             )
-    check.problems += [f"{one}.{name} is missing in {SUMMARY}" for one, name in judged]
-    for name in before.cells.keys() | now.cells.keys():
-        values = [None if name not in one.cells else one.cells[name].model_dump()["values"] for one in (before, now)]
-        if not _same_numbers(*values):
-            check.problems.append(f"cell {name}: the numbers in {SUMMARY} and those computed from its runs differ")
+            break
+    for key in old.keys() - {"cells", "claims"}:
+        for path, there, here in _differences(old[key], new[key], key):
+            check.problems.append(
+                f"{path} is {_shortened(there)} in {SUMMARY}, and {_shortened(here)} when computed from its runs"
+            )
+    if shipped := [path for path, *_ in _differences(_shipped(before), _shipped(now))]:
+        check.notes.append(
+            f"not verified: texts in {SUMMARY} that another version of sinklab has added from its own files, the first "
+            f"{shipped[0]}"
+        )
     return check
 
 
-def _same_numbers(a: object, b: object) -> bool:
-    """Return True if two JSON values are equal; floats may differ by `ROUNDING`, as on different processors."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same_numbers(a[key], b[key]) for key in a)
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_same_numbers, a, b))
-    if isinstance(a, float) and isinstance(b, float):
-        return math.isclose(a, b, rel_tol=ROUNDING, abs_tol=ROUNDING)
-    return a == b
+def _claim_problems(before: Sequence[JudgedClaim], now: Sequence[JudgedClaim]) -> Iterator[str]:
+    judged = {(one.experiment, one.id): one for one in now}
+    for claim in before:
+        again = judged.pop((claim.experiment, claim.id), None)
+        if again is None:
+            yield f"{claim.experiment}.{claim.id} is not a claim of any experiment in asked/, or is listed twice"
+        elif different := [
+            key
+            for key, value in claim.model_dump(exclude=FROM_SHIPPED_FILES).items()
+            if any(_differences(value, again.model_dump()[key]))
+        ]:
+            shown = {"verdict", "evidence"} & set(different)
+            here, there = (f"{one.verdict} ({one.evidence})" if shown else one.verdict for one in (claim, again))
+            yield (
+                f"{claim.experiment}.{claim.id} is {here} in {SUMMARY}, and {there} when judged from its runs; "
+                f"different: {', '.join(different)}"
+            )
+    yield from (f"{one}.{name} is missing in {SUMMARY}" for one, name in judged)
+
+
+def _document(summary: Summary) -> dict[str, Any]:
+    """Return the content of summary.json without the notes on scales, which are texts of sinklab."""
+    found = summary.model_dump()
+    for one in found["experiments"].values():
+        one["adapted"] = [text for text in one["adapted"] if text not in SCALE_NOTES.values()]
+    return found
+
+
+def _shipped(summary: Summary) -> dict[str, Any]:
+    """Return the texts in summary.json that are not computed from runs and manifests, by the name of their owner."""
+    claims = {f"{one.experiment}.{one.id}": one.model_dump(include=FROM_SHIPPED_FILES) for one in summary.claims}
+    return {**claims, **{name: {"adapted": one.adapted} for name, one in summary.experiments.items()}}
+
+
+def _differences(there: object, here: object, path: str = "") -> Iterator[tuple[str, object, object]]:
+    """Yield (path, value there, value here) of two JSON values; floats may differ by `ROUNDING`, and keys in order."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in {**there, **here}:
+            yield from _differences(there.get(key), here.get(key), f"{path}.{key}".lstrip("."))
+    elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        for index, pair in enumerate(zip(there, here, strict=True)):
+            yield from _differences(*pair, f"{path}[{index}]")
+    elif isinstance(there, float) and isinstance(here, float):
+        if not math.isclose(there, here, rel_tol=ROUNDING, abs_tol=ROUNDING):
+            yield path, there, here
+    elif there != here:
+        yield path, there, here
+
+
+def _shortened(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:60]}.."
 
 
 def _retrained(runs: dict[str, Path], count: int, seed: int, say: Callable[[str], None]) -> Verified:
@@ -250,8 +327,9 @@ def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) ->
     """Check that every claim was stated no later than the day (UTC) on which the first run of its cells began.
 
     A confirmatory claim stated later is a problem. An exploratory claim stated later is a note, as is a later change of
-    any claim. References (`same_as`), claims without a date and runs without a start time are not checked; a note has
-    the number of claims whose cells have such runs.
+    any claim. Days that are not dates or in the future are problems, with a day's tolerance for time zones. References
+    (`same_as`), claims without a date and runs without a start time are not checked; a note has the number of claims
+    whose cells have such runs.
 
     Args:
         runs: run directories by hash.
@@ -259,14 +337,24 @@ def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) ->
     Raises:
         SinklabError: if an env.json cannot be read or is damaged.
     """
-    begun = {run: str(day)[:10] for run, folder in runs.items() if (day := read_environment(folder).get(BEGUN))}
     check = Verified("claims stated before their runs")
+    last, begun = datetime.now(UTC).date() + timedelta(days=1), dict[str, str]()
+    for run_hash, folder in runs.items():
+        if (text := read_environment(folder).get(BEGUN)) is None:
+            continue
+        if why := _is_no_day(text, last):
+            check.problems.append(f"{folder.name} began on {text!r}, which is {why}")
+        else:
+            begun[run_hash] = text[:10]
     undated = 0
     for one in manifests:
         for claim in one.experiment.claims_at(one.scale):
             stated = claim.stated or one.experiment.stated
             hashes = {run for cell in claim.cells if cell in one.cells for run in one.cells[cell].hashes.values()}
             days = [begun[run] for run in hashes if run in begun]
+            for key, day in (("stated", stated and stated.isoformat()), ("changed", claim.changed)):
+                if day and (why := _is_no_day(day[:10], last)):
+                    check.problems.append(f"{one.experiment.id}.{claim.id} was {key} on {day[:10]}, which is {why}")
             if stated is None or claim.same_as:
                 continue
             undated += any(run in runs and run not in begun for run in hashes)
@@ -288,3 +376,12 @@ def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) ->
     if undated:
         check.notes.append(f"not checked: runs without a start time, in the cells of {plural(undated, 'claim')}")
     return check
+
+
+def _is_no_day(text: str, last: date) -> str:
+    """Return an explanation if a text is not an ISO 8601 date or time, or is after a day; else an empty string."""
+    try:
+        day = datetime.fromisoformat(text).date()
+    except ValueError:
+        return "no date"
+    return "in the future" if day > last else ""

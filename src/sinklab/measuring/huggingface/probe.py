@@ -31,10 +31,11 @@ ONCE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 def generating(model: PreTrainedModel, watch: Recorder) -> Iterator[None]:
     """Make `model.generate` raise an error in unsupported modes, and pass its end-of-sequence ids to the recorder.
 
-    Beam search is unsupported, because a probe cannot detect that it reorders sequences after the last pass.
+    Beam search is unsupported, because a probe cannot detect that it reorders sequences after the last pass, and so is
+    guidance, because it runs the model on other sequences too.
 
     Raises:
-        SinklabError: in `generate`, if the mode is not one of `ONCE`.
+        SinklabError: in `generate`, if the mode is not one of `ONCE`, or `guidance_scale` is set.
     """
     generate: Any = getattr(model, "generate", None)
     if generate is None:
@@ -54,6 +55,12 @@ def generating(model: PreTrainedModel, watch: Recorder) -> Iterator[None]:
             raise SinklabError(
                 f"{mode.value.replace('_', ' ')} discards tokens or reorders sequences, so that the records of a probe "
                 f"would not match the output. {READ_AFTERWARDS}"
+            )
+        if config.guidance_scale not in (None, 1):
+            raise SinklabError(
+                f"guidance_scale={config.guidance_scale} (classifier-free guidance) also runs the model on the "
+                "sequences without their prompt, so that the records of a probe would not match the output. "
+                f"Leave guidance_scale out. {READ_AFTERWARDS}"
             )
         ends = config.eos_token_id
         ends = ends.flatten().tolist() if isinstance(ends, Tensor) else [ends] if isinstance(ends, int) else ends or ()

@@ -21,6 +21,7 @@ from sinklab.errors import InputError, cause
 from sinklab.models.families import text_config
 from sinklab.models.huggingface.anatomy import quantisation, vocabulary_size
 from sinklab.models.huggingface.gguf import Gguf, check_memory, find_gguf, read_header
+from sinklab.models.huggingface.model_files import check_counts, check_index
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -87,10 +88,9 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
     """
     wanted, target = pick_dtype(loading.dtype), None if loading.device == DEVICE_MAP else pick_device(loading.device)
     source = _find(name, loading)
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    register()
-    config = source.read("config", AutoConfig.from_pretrained)
+    config = source.config()
     if config.is_encoder_decoder:
         raise InputError(f"{name} is an encoder-decoder ({config.model_type}): use a decoder-only language model")
     given = {} if source.gguf is not None else {"config": config}
@@ -124,6 +124,11 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
             "Copy the whole model again, with the config.json of these weights."
         )
     ignored = []
+    if getattr(config, "auto_map", None) and type(model).__module__.startswith("transformers."):
+        ignored.append(
+            "config.json names code of the model's own (auto_map), which was not run: the model was loaded as "
+            f"transformers' {type(model).__name__}; --trust-remote-code runs its code"
+        )
     if unused := sorted(info["unexpected_keys"]):
         ignored.append(
             f"{len(unused)} tensors of the checkpoint were ignored, such as {unused[0]}: the config has no module for "
@@ -162,6 +167,15 @@ class _Source:
     options: dict[str, Any]
     gguf: Gguf | None
 
+    def config(self) -> Any:
+        """Load the config of the model; see `read` and `check_counts` for errors."""
+        from transformers import AutoConfig, PretrainedConfig
+
+        register()
+        if self.gguf is None:
+            check_counts(self.name, self.read("config", PretrainedConfig.get_config_dict)[0])
+        return self.read("config", AutoConfig.from_pretrained)
+
     def read(self, part: str, from_pretrained: Any, more: dict[str, Any] | None = None) -> Any:
         """Load a part of a model with `from_pretrained`; any exception becomes an InputError with advice.
 
@@ -199,6 +213,7 @@ def _find(name: str, loading: Loading) -> _Source:
                 "If you trust it, convert it to model.safetensors with transformers' save_pretrained."
             )
         raise InputError(f"{name} has a config.json but no weights: add its .safetensors files")
+    check_index(folder)
     return _Source(name, name, options, None)
 
 
@@ -251,10 +266,7 @@ def check_config(name: str, loading: Loading = AS_IT_IS) -> None:
         InputError: if the model does not exist, its config cannot be loaded, or its weights are missing or pickled.
     """
     if find_gguf(name) is None:
-        from transformers import AutoConfig
-
-        register()
-        _find(name, loading).read("config", AutoConfig.from_pretrained)
+        _find(name, loading).config()
 
 
 def check_name(name_or_dir: str) -> None:
