@@ -48,6 +48,11 @@ class LoadingOptions(CommandSettings, frozen=True):
         default=None, description="Folder of the model within the directory or repository."
     )
     trust_remote_code: bool = Field(default=False, description="Run code from the model's repository.")
+    tokenizer: Annotated[Literal["auto", "file", "transformers"], Flag(metavar="KIND", panel=INPUT)] = Field(
+        default="auto",
+        description="Source of the token ids: file (tokenizer.json), transformers (which rebuilds some tokenizers), or "
+        "auto (file if there is one; a note says if transformers differs).",
+    )
 
     def on(self, console: Console) -> "Loading":
         """Return the settings for the model loader, which prints a message to `console` before slow steps."""

@@ -17,6 +17,14 @@ from sinklab.errors import InputError
 from sinklab.files import parse_json
 
 Message = dict[str, str]  # role and content
+
+
+class ChatText(str):
+    """Text of a conversation that a chat template has written, with the special tokens that it needs."""
+
+    __slots__ = ()
+
+
 Render = Callable[[list[Message], str], str]  # (conversation, "file, line N") -> text
 
 SUFFIXES = (".txt", ".jsonl")
@@ -110,7 +118,8 @@ def row_text(row: Any, where: str, render: Render) -> str:
         text = render([_message(message, where) for message in row["messages"]], where)
     else:
         raise InputError(f'{where}: a row needs "text" (a string) or "messages" (objects with role and content)')
-    return text.encode("utf-8", errors="replace").decode("utf-8")  # JSON strings may contain lone surrogates
+    kind = type(text)  # `ChatText` if a chat template wrote it
+    return kind(text.encode("utf-8", errors="replace").decode("utf-8"))  # JSON strings may contain lone surrogates
 
 
 def _message(message: Any, where: str) -> Message:
