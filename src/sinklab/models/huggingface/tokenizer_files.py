@@ -73,6 +73,8 @@ def _different_parts(one: Any, other: Any) -> Iterator[str]:
             yield part.replace("_", "-")
     if _by_content(a["added_tokens"]) != _by_content(b["added_tokens"]):
         yield "set of added tokens"
+    if one("")["input_ids"] != other("")["input_ids"]:
+        yield "set of special tokens around a text"
 
 
 def _relevant(part: Any) -> Any:
