@@ -22,6 +22,7 @@ TokenizerKind = Literal["auto", "file", "transformers"]
 IRRELEVANT = ("trim_offsets", "special")
 """Settings in a tokenizer.json that have no effect on ids."""
 LONGEST_EXAMPLE = 24  # characters
+MOST_TOKENS = 6  # of an example
 
 
 def load_tokenizer(
@@ -96,12 +97,20 @@ def _example(rebuilt: Any, filed: Any) -> str:
     """Return a short text for which two tokenizers give different tokens, with these tokens; empty if none is known."""
     words = {word for probe in PROBES for word in probe.split() if len(word) <= LONGEST_EXAMPLE}
     for text in [*sorted(words, key=lambda word: (not word.isascii(), len(word), word)), *PROBES]:
-        first, second = (one(text, add_special_tokens=False)["input_ids"] for one in (rebuilt, filed))
-        if first != second:
-            wrong, right = (
-                " | ".join(one.convert_ids_to_tokens(ids)[:LONGEST_EXAMPLE]) or "nothing"
-                for one, ids in ((rebuilt, first), (filed, second))
-            )
+        wrong, right = _tokens(rebuilt, text), _tokens(filed, text)
+        if wrong != right:
             shown = repr(text if len(text) <= LONGEST_EXAMPLE else f"{text[:LONGEST_EXAMPLE]}..")
-            return f": {shown} is {right} in the file, and {wrong} there"
+            return f": {shown} is {_shown(right)} in the file, and {_shown(wrong)} there"
     return ""
+
+
+def _tokens(tokenizer: Any, text: str) -> list[str]:
+    try:
+        return tokenizer.convert_ids_to_tokens(tokenizer(text, add_special_tokens=False)["input_ids"])
+    except Exception as error:  # bare ones of the Rust library, for tokens that a rebuilt tokenizer lacks
+        return [f"an error ({error})"]
+
+
+def _shown(tokens: list[str]) -> str:
+    few = " | ".join(tokens[:MOST_TOKENS]) or "nothing"
+    return f"{few} .." if len(tokens) > MOST_TOKENS else few
