@@ -16,6 +16,7 @@ from chat_templates import (
     template_tokenizer,
     trained_backend,
 )
+from tokenizers import Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from sinklab.assessing.part import AssessText
@@ -64,6 +65,32 @@ def test_every_sequence_cut_from_a_conversation_begins_with_the_bos_of_its_templ
     chats_of(text, talks[:1])
     drawn = [row for seed in range(len(pieces)) for row in fed(model, text, drawn_text=True, seed=seed)]
     assert sorted(drawn) == sorted(pieces)
+
+
+def test_spaces_after_special_tokens_are_those_of_a_tokenizer_json_of_llama_2(tmp_path: Path) -> None:
+    legacy = Tokenizer.from_str(backend("metaspace").to_str())  # llama.cpp 7094: a space after every special token
+    legacy.pre_tokenizer = None
+    legacy.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    bos, template = TEMPLATES["llama-2"]
+    folder = llama(tmp_path / "model", template_tokenizer(legacy, bos, template))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": "LlamaTokenizer", "legacy": True}))
+    model, talks = open_model(str(folder)), conversations()
+    render = model.conversations().render
+    expected = [legacy.encode(render(talk, ""), add_special_tokens=False) for talk in talks]
+    assert all(one.tokens[0] == "<s>" and one.tokens[1].startswith("▁") for one in expected)
+    assert fed(model, chats_of(tmp_path / "chats.jsonl", talks)) == [one.ids[:LENGTH] for one in expected]
+
+
+def test_output_of_a_chat_template_saved_as_text_is_fed_as_it_is(tmp_path: Path) -> None:
+    bos, template = TEMPLATES["llama-3"]  # llama-cpp-python 1501, vllm 27517: two BOS
+    folder = llama(tmp_path / "model", template_tokenizer(backend("byte-level"), bos, template, prepends=True))
+    model, talks, text = open_model(str(folder)), conversations(), tmp_path / "rendered.jsonl"
+    saved = [model.tokenizer.apply_chat_template(talk, tokenize=False) for talk in talks]
+    text.write_text("".join(json.dumps({"text": one}) + "\n" for one in saved), encoding="utf-8")
+    assert fed(model, text) == fed(model, chats_of(tmp_path / "chats.jsonl", talks))
+    (note,) = read_tokens(model, text, Request(sequences=3, length=LENGTH)).notes
+    assert note.startswith("3 of 3 sequences begin with <|begin_of_text|> in the text itself")
 
 
 def test_conversations_are_assessed_as_they_follow_each_other(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chat_templates import TEMPLATES
 from real_models import Reference, eager_model, fed_by_transformers, first_to_rest, first_tokens, gemma_file, reference
 from torch import Tensor
 
@@ -107,6 +108,8 @@ def opened(file: Path) -> Model:
 def test_the_token_ids_of_texts_and_conversations_are_those_of_transformers(
     opened: Model, read: tuple[Any, Any], data_dir: Path, rows: str
 ) -> None:
+    for tokenizer in (opened.tokenizer, read[1]):
+        tokenizer.chat_template = TEMPLATES["gemma-3"][1]  # the file is a base model's, without one
     expected = fed_by_transformers(read[1], data_dir / rows, 10, LENGTH)
     assert len(expected) == 10
     asked = Request(sequences=10, length=LENGTH)

@@ -48,8 +48,8 @@ class Request(CommandSettings, frozen=True):
     options: Options = Options()
     sequences: SequenceCount = 100
     length: SequenceLength = 64
-    no_bos: bool = Field(default=False, description="Omit BOS and other special tokens at the start of the sequences.")
-    bos: bool = Field(default=False, description="Begin every sequence with BOS, also where the tokenizer adds none.")
+    no_bos: bool = Field(default=False, description="Omit BOS and other leading special tokens.")
+    bos: bool = Field(default=False, description="Begin every sequence with BOS.")
     seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(
         default=0, description="Random seed for random and repeated tokens."
     )
