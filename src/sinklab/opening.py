@@ -17,8 +17,10 @@ from sinklab.data.tokenizers import Tokenizer
 from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.files import sha256_of
-from sinklab.measuring.inputs import Encode, default_prefix, pretrained_encode
+from sinklab.measuring.inputs import DocumentEncoder, Encode, default_prefix, pretrained_encode
+from sinklab.measuring.measurement import FED, Fed
 from sinklab.models.adapter import Adapter, adapt
+from sinklab.models.families import text_config
 from sinklab.models.huggingface.loading import (
     AS_IT_IS,
     TOKENIZER_FILES,
@@ -46,11 +48,13 @@ class Model:
         loading: dtype, device and other options with which the model was loaded.
         tokenizer: sinklab's tokenizer, or a Hugging Face tokenizer.
         encode: function from text to token ids, without special tokens.
-        special: ids of the special tokens that are prepended to a sequence by default.
+        special: ids of the special tokens that are prepended to plain text by default.
+        bos_ids: ids of BOS: that of the tokenizer and, if it differs, that of the config; empty if the model has none.
         vocabulary: number of token ids: that of the tokenizer, or of the model's embedding if it is smaller.
-        arrange: function (tokens (N, S) without special tokens, whether to prepend special tokens, seed) -> input
-            sequences. For a run, sequences are arranged as in training, with the recipe's fixed and random tokens; seed
-            None is the recipe's seed. For Hugging Face models the seed has no effect.
+        arrange: function (tokens (N, T), number of special tokens that they begin with, seed) -> input sequences. For
+            a run, sequences are arranged as in training, with the recipe's fixed and random tokens; seed None is the
+            recipe's seed. For Hugging Face models they are returned unchanged; InputError if a token is not in the
+            model's embedding.
         commit: commit of the model on the hub; None for a local model, or if the commit is unknown.
         step: training step of a run, also if it was loaded as a Hugging Face model; None for other models.
         planned_steps: total number of training steps of a run; None for Hugging Face models.
@@ -67,7 +71,8 @@ class Model:
     encode: Encode
     special: tuple[int, ...]
     vocabulary: int
-    arrange: Callable[[Tensor, bool, int | None], Tensor]
+    arrange: Callable[[Tensor, int, int | None], Tensor]
+    bos_ids: tuple[int, ...] = ()
     commit: str | None = None
     step: int | None = None
     planned_steps: int | None = None
@@ -87,12 +92,20 @@ class Model:
         """
         return model_files(Path(self.name))
 
-    @property
-    def spelled(self) -> Encode:
-        """Function like `encode` that also returns the number of UTF-8 bytes of each token (`Spelled`)."""
-        if isinstance(self.tokenizer, Tokenizer):
-            return spelling(self.encode, self.tokenizer.token, set(self.tokenizer.backend.get_added_tokens_decoder()))
-        return spelling(self.encode, self.tokenizer.convert_ids_to_tokens, set(self.tokenizer.added_tokens_decoder))
+    def encoder(self, *, bare: bool = False, forced: bool = False, sizes: bool = False) -> DocumentEncoder:
+        """Return the encoder of documents for this model.
+
+        Args:
+            bare, forced: see `DocumentEncoder`.
+            sizes: whether the ids are `Spelled`, with the number of UTF-8 bytes of each token.
+        """
+        encode = self.encode
+        if sizes:
+            own = isinstance(self.tokenizer, Tokenizer)
+            token = self.tokenizer.token if own else self.tokenizer.convert_ids_to_tokens
+            added = self.tokenizer.backend.get_added_tokens_decoder() if own else self.tokenizer.added_tokens_decoder
+            encode = spelling(encode, token, set(added))
+        return DocumentEncoder(encode, self.special, self.bos_ids, forced, bare)
 
     def decode(self, tokens: list[int]) -> str:
         """Convert token ids to text, including special tokens."""
@@ -100,6 +113,21 @@ class Model:
         return (
             self.tokenizer.backend.decode(tokens, skip_special_tokens=False) if own else self.tokenizer.decode(tokens)
         )
+
+    def token_texts(self, tokens: list[int]) -> list[str]:
+        """Return the text of each token; its string in the vocabulary if the text is blank or not valid by itself."""
+        own = isinstance(self.tokenizer, Tokenizer)
+        string = self.tokenizer.backend.id_to_token if own else self.tokenizer.convert_ids_to_tokens
+        texts = [self.decode([token]) for token in tokens]
+        return [
+            text if text.strip() and "\ufffd" not in text else str(string(token))
+            for token, text in zip(tokens, texts, strict=True)
+        ]
+
+    def fed(self, tokens_NT: Tensor) -> Fed:
+        """Return the first tokens of the first of these sequences."""
+        ids = tokens_NT[0, :FED].tolist()
+        return Fed(ids=ids, tokens=self.token_texts(ids))
 
     @property
     def vocabulary_hash(self) -> str:
@@ -113,14 +141,9 @@ class Model:
         vocabulary = backend.get_vocab(with_added_tokens=False) if backend else self.tokenizer.get_vocab()
         return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()[:16]
 
-    def conversations(self, keep_bos: bool) -> Conversations:
-        """Return a renderer that applies the model's chat template, or writes lines `role: content` if it has none.
-
-        Args:
-            keep_bos: keep the BOS that the template writes, instead of removing it.
-        """
-        own = isinstance(self.tokenizer, Tokenizer)
-        return Conversations() if own else Conversations(self.tokenizer, keep_bos)
+    def conversations(self) -> Conversations:
+        """Return a renderer that applies the model's chat template, or writes lines `role: content` if it has none."""
+        return Conversations() if isinstance(self.tokenizer, Tokenizer) else Conversations(self.tokenizer)
 
 
 def open_model(
@@ -188,11 +211,17 @@ def _pretrained(name: str, place: str, loading: Loading) -> Model:
     from sinklab.models.huggingface.anatomy import vocabulary_size
 
     loaded = load_pretrained(place, loading)
-    special = tuple(default_prefix(loaded.tokenizer))
-    prefix = torch.tensor(special, dtype=torch.long)
+    rows, declared = vocabulary_size(loaded.model), getattr(text_config(loaded.model.config), "bos_token_id", None)
+    known = (getattr(loaded.tokenizer, "bos_token_id", None), declared)
 
-    def arrange(bare_NS: Tensor, bos: bool, _: int | None) -> Tensor:
-        return torch.cat((prefix.expand(len(bare_NS), -1), bare_NS), 1) if bos else bare_NS
+    def arrange(tokens_NT: Tensor, _: int, seed: int | None) -> Tensor:
+        if int(tokens_NT.max()) >= rows:
+            token = int(tokens_NT.max())
+            raise InputError(
+                f"the text contains {loaded.tokenizer.convert_ids_to_tokens(token)!r}, token {token} of the tokenizer "
+                f"of {name}, and the model has only {rows} tokens: remove it from the text or the chat template"
+            )
+        return tokens_NT
 
     return Model(
         name=name,
@@ -200,9 +229,10 @@ def _pretrained(name: str, place: str, loading: Loading) -> Model:
         module=loaded.model,
         tokenizer=loaded.tokenizer,
         encode=pretrained_encode(loaded.tokenizer),
-        special=special,
-        vocabulary=min(len(loaded.tokenizer), vocabulary_size(loaded.model)),
+        special=tuple(default_prefix(loaded.tokenizer)),
+        vocabulary=min(len(loaded.tokenizer), rows),
         arrange=arrange,
+        bos_ids=tuple(dict.fromkeys(one for one in known if isinstance(one, int) and 0 <= one < rows)),
         commit=loaded.commit,
         notes=tuple(loaded.notes),
     )
@@ -219,13 +249,14 @@ def _run(name: str, loading: Loading, step: int | None) -> Model:
     run = load_run(Path(name), step)
     tokenizer, data = load_tokenizer(str(run.tokenizer_path)), run.recipe.data
 
-    def arrange(bare_NS: Tensor, bos: bool, seed: int | None) -> Tensor:
+    def arrange(tokens_NT: Tensor, bos: int, seed: int | None) -> Tensor:
+        bare_NS = tokens_NT[:, bos:]  # the loader inserts BOS
         loader = Loader(
             bare_NS.flatten().numpy(),
-            context=bare_NS.shape[1] + int(bos) - 1,
+            context=tokens_NT.shape[1] - 1,
             batch_size=len(bare_NS),
             seed=run.recipe.seed if seed is None else seed,
-            config=data.model_copy(update={"bos": bos}),
+            config=data.model_copy(update={"bos": bos > 0}),
             vocab_size=tokenizer.vocab_size,
             bos_id=tokenizer.bos_id,
             shuffle=False,
@@ -245,6 +276,7 @@ def _run(name: str, loading: Loading, step: int | None) -> Model:
         special=(tokenizer.bos_id,) if data.bos else (),
         vocabulary=tokenizer.vocab_size,
         arrange=arrange,
+        bos_ids=(tokenizer.bos_id,),
         step=run.step,
         planned_steps=run.recipe.train.steps,
         held_out=lambda tokens: validated_on()[:tokens].tolist(),

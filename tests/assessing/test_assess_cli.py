@@ -114,9 +114,10 @@ def test_notes_say_which_layers_have_attention_and_that_the_others_hide_nothing(
     directory, text = trained_run(tmp_path, {"bos": True}, {"mixer": {"kind": "gated_delta", "every": 2}})
     status, out, err = run("assess", directory, "--text", text, *SMALL, "--parts", "heads", "--json")
     assert status == 0, err
-    counted, carried = json.loads(out)["notes"][-2:]
+    counted, carried, fed = json.loads(out)["notes"][-3:]
     assert counted.startswith("1 of 2 layers has attention (2), here layer 1")
     assert "layer 1 still sees them" in carried
+    assert fed.startswith("fed: <|bos|> | sheep | jumps | 1")
 
 
 def test_the_help_of_parts_names_every_part() -> None:

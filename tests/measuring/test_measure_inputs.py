@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from sinklab.errors import InputError
-from sinklab.measuring.inputs import Encode, drawn_text, natural_text, random_tokens, repeated_tokens, with_prefix
+from sinklab.measuring.inputs import (
+    DocumentEncoder,
+    Encode,
+    drawn_text,
+    natural_text,
+    random_tokens,
+    repeated_tokens,
+    token_rows,
+)
 
 
 def _letters(text: str) -> list[int]:
@@ -22,7 +30,7 @@ def _jsonl(path: Path, *documents: str) -> Path:
 
 
 def natural_tokens(text: Path, encode: Encode, *, sequences: int, length: int, prefix: Sequence[int] = ()) -> Tensor:
-    return with_prefix(natural_text(text, encode, sequences=sequences, length=length, prefix=prefix), prefix)
+    return token_rows(natural_text(text, DocumentEncoder(encode, tuple(prefix)), sequences=sequences, length=length))
 
 
 def test_each_sequence_is_the_start_of_a_document_that_is_long_enough(tmp_path: Path) -> None:
@@ -54,7 +62,7 @@ def test_a_folder_of_documents_and_plain_text_does_not_count_pieces_as_documents
     with pytest.raises(InputError, match=r"are needed: 4 pieces have 4 tokens of text; lower --sequences to 4"):
         natural_tokens(tmp_path, _letters, sequences=9, length=4)
     with pytest.raises(InputError, match=r"gives no sequence: it does not have 70 tokens of text"):
-        drawn_text(tmp_path, _letters, sequences=9, length=70, draw=0)
+        drawn_text(tmp_path, DocumentEncoder(_letters), sequences=9, length=70, draw=0)
 
 
 def test_draws_of_text_are_disjoint_and_from_all_pieces_of_every_document(tmp_path: Path) -> None:
@@ -62,8 +70,9 @@ def test_draws_of_text_are_disjoint_and_from_all_pieces_of_every_document(tmp_pa
     text = _jsonl(tmp_path / "a.jsonl", "".join(pieces[:30]), "no", "".join(pieces[30:]) + "xx")
 
     def draw_of(draw: int) -> list[str]:
-        rows = drawn_text(text, _letters, sequences=13, length=4, draw=draw, prefix=[7])
-        return ["".join(map(chr, row)) for row in rows]
+        rows = drawn_text(text, DocumentEncoder(_letters, (7,)), sequences=13, length=4, draw=draw)
+        assert {row.prefix for row in rows} == {(7,)}
+        return ["".join(map(chr, row.ids)) for row in rows]
 
     draws = [draw_of(draw) for draw in range(5)]
     assert [len(draw) for draw in draws] == [13] * 5
@@ -74,17 +83,18 @@ def test_draws_of_text_are_disjoint_and_from_all_pieces_of_every_document(tmp_pa
 
 def test_a_text_with_few_pieces_is_shared_out_over_five_draws(tmp_path: Path) -> None:
     text = _jsonl(tmp_path / "a.jsonl", "abcdefghijklmnopqrstuvwxyz", "no", "0123456789")  # 8 + 3 pieces
-    draws = [drawn_text(text, _letters, sequences=9, length=3, draw=draw) for draw in range(5)]
+    draws = [drawn_text(text, DocumentEncoder(_letters), sequences=9, length=3, draw=draw) for draw in range(5)]
     assert [len(draw) for draw in draws] == [2] * 5
-    assert len({"".join(map(chr, row)) for draw in draws for row in draw}) == 10
+    assert len({"".join(map(chr, row.ids)) for draw in draws for row in draw}) == 10
     with pytest.raises(
         InputError, match=r"11 sequences of .*, enough for 5 draws of 2: use a longer text or at most 5"
     ):
-        drawn_text(text, _letters, sequences=9, length=3, draw=5)
+        drawn_text(text, DocumentEncoder(_letters), sequences=9, length=3, draw=5)
     two = _jsonl(tmp_path / "two.jsonl", "abc", "def")
-    assert sorted(drawn_text(two, _letters, sequences=9, length=3, draw=draw)[0][0] for draw in (0, 1)) == [97, 100]
+    pairs = [drawn_text(two, DocumentEncoder(_letters), sequences=9, length=3, draw=draw) for draw in (0, 1)]
+    assert sorted(rows[0].ids[0] for rows in pairs) == [97, 100]
     with pytest.raises(InputError, match=r"gives no sequence: none of its 3 documents has 70 tokens of text"):
-        drawn_text(text, _letters, sequences=9, length=70, draw=0)
+        drawn_text(text, DocumentEncoder(_letters), sequences=9, length=70, draw=0)
 
 
 @pytest.mark.parametrize("content", [None, "", "\n\n"])

@@ -9,13 +9,14 @@ import pytest
 import torch
 from closeness import assert_close, assert_same_rates
 from measure_reference import Reference, eager_reference
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from sinklab.measuring.api import measure
 from sinklab.measuring.huggingface.probe import probe
-from sinklab.measuring.inputs import default_prefix, natural_text, pretrained_encode, with_prefix
+from sinklab.measuring.inputs import natural_text, token_rows
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
+from sinklab.opening import open_model
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
 
@@ -41,17 +42,16 @@ def model(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def tokens(folder: Path, text: Path) -> torch.Tensor:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    encode, prefix = pretrained_encode(tokenizer), default_prefix(tokenizer)
-    return with_prefix(natural_text(text, encode, sequences=SEQUENCES, length=LENGTH, prefix=prefix), prefix)
+    encode = open_model(str(folder)).encoder()
+    return token_rows(natural_text(text, encode, sequences=SEQUENCES, length=LENGTH))
 
 
 @cache
 def _reference(folder: Path, text: Path, bos: bool, sequences: int, length: int, eps: float) -> Reference:
-    """Nothing of sinklab: transformers' own tokenizer call and eager attention matrices."""
+    """Nothing of sinklab: the tokenizer.json as transformers calls it, and eager attention matrices."""
     import json
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     rows = []
     for line in text.read_text(encoding="utf-8").splitlines():
         ids = tokenizer(json.loads(line)["text"], add_special_tokens=bos)["input_ids"]

@@ -21,7 +21,7 @@ from sinklab.measuring.options import Inputs, Options
 from sinklab.opening import open_model
 from sinklab.report.cells import cell_rows
 from sinklab.report.collect import collect
-from sinklab.survey.measure_one import measure_model
+from sinklab.survey.measure_one import measure_model, read_tokens
 from sinklab.survey.request import Request
 from sinklab.train.directory.run import load_run
 
@@ -80,12 +80,16 @@ def test_random_and_repeated_tokens_begin_with_bos_if_requested(tmp_path: Path, 
     assert not measure_model(str(run), None, plain).bos
 
 
-def test_a_requested_bos_that_is_there_already_or_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
-    run, text = trained_run(tmp_path, {"bos": False})
-    with pytest.raises(InputError, match="adds no BOS to a text"):
-        measure_model(str(run), None, Request(options=Options(inputs="random"), length=LENGTH, bos=True))
-    with pytest.raises(InputError, match="--bos is for random and repeated tokens"):
-        measure_model(str(run), text, Request(length=LENGTH, bos=True))
+@pytest.mark.parametrize("trained_with", [True, False])
+def test_bos_can_be_forced_and_left_out_whatever_the_recipe_but_not_both(tmp_path: Path, trained_with: bool) -> None:
+    run, text = trained_run(tmp_path, {"bos": trained_with})
+    loaded = open_model(str(run))
+    asked = Request(sequences=2, length=LENGTH)
+    forced, bare = (asked.model_copy(update={name: True}) for name in ("bos", "no_bos"))
+    for request, bos in ((asked, trained_with), (forced, True), (bare, False)):
+        tokens_NT = read_tokens(loaded, text, request).tokens_NT
+        assert (tokens_NT[:, 0] == loaded.bos_ids[0]).all() == bos
+        assert measure_model(str(run), text, request).bos is bos
     with pytest.raises(InputError, match="--bos and --no-bos contradict each other"):
         measure_model(str(run), None, Request(options=Options(inputs="random"), bos=True, no_bos=True))
 
@@ -125,7 +129,8 @@ def test_the_step_of_an_unfinished_run_is_recorded_and_said(tmp_path: Path) -> N
     assert "step 1 of 2,200, no BOS" in console.getvalue()
     data = collect([tmp_path / "early"])
     assert [row.progress for row in cell_rows(data)] == [" (step 1 of 2,200)"]
-    assert [note for _, note in data.notes] == early.notes
+    assert early.fed is not None
+    assert [note for _, note in data.notes] == [early.fed.line(), *early.notes]
 
 
 def test_a_model_that_is_no_run_has_no_step(data_dir: Path) -> None:

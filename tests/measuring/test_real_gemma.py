@@ -3,19 +3,23 @@
 Where neither the folder of real data nor the Python environment has it, these tests are skipped.
 """
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from real_models import Reference, eager_model, first_to_rest, first_tokens, gemma_file, reference
+from chat_templates import TEMPLATES
+from real_models import Reference, eager_model, fed_by_transformers, first_to_rest, first_tokens, gemma_file, reference
 from torch import Tensor
 
 import sinklab
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.huggingface.gguf import read_header
-from sinklab.survey.measure_one import measure_model
+from sinklab.opening import Model, open_model
+from sinklab.survey.measure_one import measure_loaded, measure_model, read_tokens
 from sinklab.survey.request import Request
 
 pytestmark = pytest.mark.real
@@ -93,3 +97,30 @@ def test_beyond_the_window_both_means_are_those_of_the_definition(read: tuple[An
     np.testing.assert_allclose(found.importance_visible, visible, atol=1e-3)
     windowed = [layer for layer in range(1, LAYERS + 1) if (alpha[layer - 1] < visible[layer - 1] - 1e-6).any()]
     assert windowed == [layer for layer in range(1, LAYERS + 1) if layer not in FULL]
+
+
+@pytest.fixture(scope="module")
+def opened(file: Path) -> Model:
+    return open_model(str(file))
+
+
+@pytest.mark.parametrize("rows", ["domains/c4_web.jsonl", "chat/messages.jsonl"])
+def test_the_token_ids_of_texts_and_conversations_are_those_of_transformers(
+    opened: Model, read: tuple[Any, Any], data_dir: Path, rows: str
+) -> None:
+    for tokenizer in (opened.tokenizer, read[1]):
+        tokenizer.chat_template = TEMPLATES["gemma-3"][1]  # the file is a base model's, without one
+    expected = fed_by_transformers(read[1], data_dir / rows, 10, LENGTH)
+    assert len(expected) == 10
+    asked = Request(sequences=10, length=LENGTH)
+    assert read_tokens(opened, data_dir / rows, asked).tokens_NT.tolist() == expected
+
+
+def test_gemma_without_bos_is_named_with_the_loss_that_it_costs(opened: Model, text: Path) -> None:
+    asked = Request(sequences=8, length=LENGTH)
+    assert opened.special == opened.bos_ids
+    assert not any("needs its BOS" in note for note in measure_loaded(opened, text, asked).notes)
+    (note,) = [one for one in measure_loaded(replace(opened, special=()), text, asked).notes if "needs its BOS" in one]
+    found = re.search(r"BOS <bos>: with no BOS the loss is ([\d.]+) nats per token higher", note)
+    assert found is not None, note
+    assert float(found[1]) > 1

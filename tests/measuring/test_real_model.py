@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from real_models import Reference, eager_model, first_to_rest, first_tokens, model_file, reference
+from real_models import Reference, eager_model, fed_by_transformers, first_to_rest, first_tokens, model_file, reference
 from torch import Tensor
 
 import sinklab
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options, Study
-from sinklab.survey.measure_one import measure_model
+from sinklab.opening import Model, open_model
+from sinklab.survey.measure_one import measure_model, read_tokens
 from sinklab.survey.request import Request
 
 pytestmark = pytest.mark.real
@@ -115,3 +116,18 @@ def test_random_tokens_have_the_sink_and_a_repeated_one_has_not(
     found, by_hand = sinklab.measure(model, tokens), reference(model, tokens)
     np.testing.assert_allclose(found.sink_rate, by_hand.rates().tolist(), atol=5 * FLIPPED, rtol=0)
     assert low <= found.sink_rate[0] <= high
+
+
+@pytest.fixture(scope="module")
+def opened(file: Path) -> Model:
+    return open_model(str(file))
+
+
+@pytest.mark.parametrize("rows", ["domains/c4_web.jsonl", "chat/messages.jsonl"])
+def test_the_token_ids_of_texts_and_conversations_are_those_of_transformers(
+    opened: Model, read: tuple[Any, Any], data_dir: Path, rows: str
+) -> None:
+    expected = fed_by_transformers(read[1], data_dir / rows, 10, LENGTH)
+    assert len(expected) == 10
+    asked = Request(sequences=10, length=LENGTH)
+    assert read_tokens(opened, data_dir / rows, asked).tokens_NT.tolist() == expected

@@ -73,6 +73,22 @@ def first_tokens(tokenizer: Any, text: Path, sequences: int, length: int) -> Ten
     return torch.tensor(found)
 
 
+def fed_by_transformers(tokenizer: Any, rows: Path, sequences: int, length: int) -> list[list[int]]:
+    """The first tokens of the first rows that have so many: `tokenizer(text)`, or `apply_chat_template(messages)`."""
+    found: list[list[int]] = []
+    for line in rows.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        chat = "messages" in row
+        ids = (
+            tokenizer.apply_chat_template(row["messages"], return_dict=False)
+            if chat
+            else tokenizer(row["text"]).input_ids
+        )
+        if len(ids) >= length and len(found) < sequences:
+            found.append(ids[:length])
+    return found
+
+
 @dataclass
 class Reference:
     """By layer, as the calls come: alpha (N, H, T), cosines (N, H, T), |k| (N, T); and hidden states (N, T, width).

@@ -133,7 +133,7 @@ def _so_far(
         context=model.adapter.context,
         layers=len(model.adapter.blocks),
         asked=parse_json(json.dumps(asked)),
-        notes=_notes(text, settings, options),
+        notes=[*_notes(text, settings, options), model.fed(tokens_NT).line()],
     )
     before = ledger.earlier(load_assessment)
     if before is None or ledger.path is None:

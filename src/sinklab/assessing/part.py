@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from sinklab.assessing.settings import AssessSettings
 from sinklab.data.sources.corpora import documents
-from sinklab.data.sources.textfiles import ReadCounts, expanded, notes_on_folder
+from sinklab.data.sources.textfiles import ChatText, ReadCounts, expanded, notes_on_folder
 from sinklab.errors import InputError
+from sinklab.measuring.inputs import Encoded, token_rows
 from sinklab.models.adapter import Adapter
 from sinklab.opening import Model
 from sinklab.plots import PlotAxis
@@ -38,7 +38,7 @@ class AssessText:
     def __init__(self, model: Model, text: Path | None) -> None:
         self.model, self._text = model, text
         self._counts = ReadCounts()
-        self.conversations = model.conversations(keep_bos=not model.special)
+        self.conversations = model.conversations()
 
     def notes(self) -> list[str]:
         """Return notes on the text that was read last: conversations, skipped rows, and files that were not read."""
@@ -52,14 +52,18 @@ class AssessText:
             InputError: if the text is too short or cannot be read, or sequences of `length` tokens contain fewer than
                 two tokens of the text.
         """
-        special = len(self.model.special)
+        found = self._documents(most * length)
+        first = next(found)
+        special = len(first.prefix)
         body = length - special
         if body < 2:
             raise InputError(
                 f"sequences of {length} tokens, including {special} special tokens, are too short: at least two tokens "
                 "must be from the text; set a larger --length or --stream-length"
             )
-        stream = self._stream(most * body)
+        stream = list(first.ids)
+        while len(stream) < most * body and (document := next(found, None)) is not None:
+            stream += document.ids
         count = min(most, len(stream) // body)
         if count < fewest:
             raise InputError(
@@ -67,7 +71,8 @@ class AssessText:
                 f"are required ({fewest} x {body:,}): pass more text, or set shorter sequences "
                 "(--length, --stream-length)"
             )
-        return self.model.arrange(torch.tensor(stream[: count * body]).view(count, body), special > 0, None)
+        rows = [Encoded(first.prefix, stream[start : start + body]) for start in range(0, count * body, body)]
+        return self.model.arrange(token_rows(rows), special, None)
 
     def split(self, most: int, others: int, length: int) -> tuple[Tensor, Tensor]:
         """Return token ids of 1 to `most` sequences (N, T) and of 1 to `others` further sequences (M, T).
@@ -79,18 +84,24 @@ class AssessText:
         N = max(1, len(both_NT) - others)
         return both_NT[:N], both_NT[N:]
 
-    def _stream(self, tokens: int) -> list[int]:
-        """Return at least `tokens` token ids from the start of the text, or all of a shorter text."""
+    def _documents(self, most: int) -> Iterator[Encoded]:
+        """Yield the encoded documents; the validation text of a run is one document of at most `most` tokens.
+
+        All sequences begin with the prefix of the first document. A blank line separates plain texts; conversations
+        written by a chat template follow each other unchanged.
+        """
         if self._text is None:
             assert self.model.held_out is not None, "refused otherwise"
-            return self.model.held_out(tokens)
-        stream: list[int] = []
-        self._counts = ReadCounts()
-        for document in documents(str(self._text), render=self.conversations.render, counts=self._counts):
-            stream += self.model.encode(f"{document}\n\n")
-            if len(stream) >= tokens:
-                break
-        return stream
+            yield Encoded(self.model.special, self.model.held_out(most))
+            return
+        encode, self._counts = self.model.encoder(), ReadCounts()
+        texts = documents(str(self._text), render=self.conversations.render, counts=self._counts)
+        for number, document in enumerate(texts):
+            if isinstance(document, ChatText):
+                found = encode(document)
+                yield found if number == 0 else Encoded((), [*found.prefix, *found.ids])
+            else:
+                yield encode(f"{document}\n\n")
 
 
 class Effect(ReadDocument):

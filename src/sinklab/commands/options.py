@@ -45,9 +45,13 @@ class LoadingOptions(CommandSettings, frozen=True):
         default=None, description="Branch, tag or commit on the hub; default: main."
     )
     subfolder: Annotated[str | None, Flag(metavar="FOLDER", panel=INPUT)] = Field(
-        default=None, description="Folder of the model within the directory or repository."
+        default=None, description="Folder of the model inside MODEL."
     )
     trust_remote_code: bool = Field(default=False, description="Run code from the model's repository.")
+    tokenizer: Annotated[Literal["auto", "file", "transformers"], Flag(metavar="KIND", panel=INPUT)] = Field(
+        default="auto",
+        description="file (tokenizer.json), transformers or auto.",
+    )
 
     def on(self, console: Console) -> "Loading":
         """Return the settings for the model loader, which prints a message to `console` before slow steps."""

@@ -4,7 +4,8 @@ The bytes of a token are decoded from its vocabulary string and compared with th
 mismatch on. Three encodings of vocabulary strings are supported:
 
     byte-level     one character per byte (`Ġ` is a space), as in GPT-2 and its successors
-    sentencepiece  `▁` for a space and `<0x0A>` for a byte; an added leading space is removed
+    sentencepiece  `▁` for a space and `<0x0A>` for a byte; a space added at the start of the text or after an added
+                   token is removed
     added tokens   literal text
 
 Rejected alternative: decoding tokens one by one, which gives U+FFFD (three bytes) for each token of a multi-token
@@ -14,7 +15,8 @@ character.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 from typing import overload
 
 UNKNOWN = -1
@@ -69,13 +71,31 @@ def spelling(
 
     def spelled(text: str) -> Spelled:
         ids = encode(text)
-        return Spelled(ids, _sizes(text.encode("utf-8", "replace"), [bytes_of(one) for one in ids]))
+        return Spelled(ids, _sizes(text.encode("utf-8", "replace"), [(bytes_of(one), one in added) for one in ids]))
 
     return spelled
 
 
-def _sizes(text: bytes, tokens: Sequence[bytes]) -> list[int]:
-    """Return the size of each token in bytes; UNKNOWN from the first mismatch between tokens and text on."""
+def _sizes(text: bytes, tokens: Sequence[tuple[bytes, bool]]) -> list[int]:
+    """Return the size of each token in bytes; UNKNOWN from the first mismatch between tokens and text on.
+
+    Args:
+        tokens: bytes of each token, and whether it is an added token, before which and after which the tokenizer
+            encodes separately.
+    """
+    sizes: list[int] = []
+    for _, group in groupby(tokens, key=itemgetter(1)):
+        part = [one for one, _ in group]
+        found = _sizes_between(text, part)
+        sizes += found
+        if UNKNOWN in found:
+            break
+        text = text[sum(found) :]
+    return sizes + [UNKNOWN] * (len(tokens) - len(sizes))
+
+
+def _sizes_between(text: bytes, tokens: Sequence[bytes]) -> list[int]:
+    """Return the sizes of tokens at the start of `text` that are all added tokens, or that have none among them."""
     sizes, joined = [len(one) for one in tokens], b"".join(tokens)
     if joined[:1] == b" " and _common(joined[1:], text) > _common(joined, text):
         joined, sizes[0] = joined[1:], sizes[0] - 1

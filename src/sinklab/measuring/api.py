@@ -10,7 +10,7 @@ from sinklab.attention.real_tokens import real_tokens
 from sinklab.errors import InputError
 from sinklab.measuring.driver import measure as measure_tokens
 from sinklab.measuring.inputs import token_matrix
-from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.measurement import FED, Fed, Measurement
 from sinklab.measuring.options import Inputs, Options, Study
 from sinklab.measuring.surgery.study import measure_with_study
 from sinklab.models.adapter import LanguageModel, adapt
@@ -118,8 +118,12 @@ def measure(
     study.check(tokens_NT.shape[1])
     with measured_in_turn(model):
         if mask_NT is not None:
-            return measure_tokens(adapter, tokens_NT, options, attention_mask_NT=mask_NT, progress=progress)
-        return measure_with_study(adapter, tokens_NT, options, study, bos_tokens=int(options.bos), progress=progress)
+            found = measure_tokens(adapter, tokens_NT, options, attention_mask_NT=mask_NT, progress=progress)
+        else:
+            bos_tokens = int(options.bos)
+            found = measure_with_study(adapter, tokens_NT, options, study, bos_tokens=bos_tokens, progress=progress)
+    first = tokens_NT[0] if mask_NT is None else tokens_NT[0][mask_NT[0].to(tokens_NT.device).bool()]
+    return found.model_copy(update={"fed": Fed(ids=first[:FED].tolist())})
 
 
 def _begins_with_bos(model: LanguageModel, tokens_NT: Tensor, attention_mask_NT: Tensor | None) -> bool:

@@ -10,12 +10,14 @@ drawn     all sequences of T tokens of every document (only of its beginning, if
 random    every token drawn uniformly from the vocabulary
 repeat    one random token per sequence, repeated T times
 
-Special tokens that the tokenizer prepends (BOS) precede the text and are included in T; random and repeat have none
-unless requested (--bos).
+A sequence of plain text begins with the special tokens that the tokenizer prepends (BOS), which are included in T. A
+conversation written by a chat template is encoded as `apply_chat_template(tokenize=True)` encodes it: its first
+sequence begins with the template's own tokens, and nothing is added. Random and repeat have no special tokens unless
+requested (--bos).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from sinklab.data.sources.corpora import documents
 from sinklab.data.sources.textfiles import (
+    ChatText,
     ReadCounts,
     Render,
     expanded,
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 
 
 Encode = Callable[[str], Sequence[int]]
+"""Function from text to token ids, without adding special tokens. Those written in the text are encoded as such."""
 
 CHARACTERS = 2**16  # longer documents (some have 1e8 characters) are first truncated to this length
 PER_TOKEN = 16  # minimum length of a truncated document, in characters per requested token
@@ -51,37 +55,94 @@ POOL = 64  # maximum size of the pool from which draws are taken, in multiples o
 SHARES = 5  # minimum number of draws of a text with at least 5 sequences; the verdict of a claim needs five
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of a document, or of a sequence cut from it.
+
+    Attributes:
+        prefix: special tokens at the start of every sequence of the document; may be empty.
+        ids: the other token ids.
+        doubled: True if a plain text begins with these special tokens itself, and the tokenizer would prepend them
+            again; `prefix` has them once.
+    """
+
+    prefix: tuple[int, ...]
+    ids: Sequence[int]
+    doubled: bool = False
+
+    def __len__(self) -> int:
+        return len(self.prefix) + len(self.ids)
+
+
+@dataclass(frozen=True)
+class DocumentEncoder:
+    """Encodes documents as the users of a model do: `tokenizer(text)` or `apply_chat_template(tokenize=True)`.
+
+    Special tokens at the start of a document become its prefix. A plain text without any gets those of the tokenizer, a
+    conversation written by a chat template (`ChatText`) gets none.
+
+    Attributes:
+        encode: function from text to token ids, without adding special tokens.
+        special: ids that the tokenizer prepends to a plain text.
+        bos_ids: ids of the BOS tokens of tokenizer and config, most of the time one; empty if the model has none.
+        forced: prepend BOS to the documents that would have no prefix, conversations included.
+        bare: remove the prefix of every document.
+    """
+
+    encode: Encode
+    special: tuple[int, ...] = ()
+    bos_ids: tuple[int, ...] = ()
+    forced: bool = False
+    bare: bool = False
+
+    def __call__(self, document: str) -> Encoded:
+        """Encode a document."""
+        ids, plain = self.encode(document), not isinstance(document, ChatText)
+        own = len(self.special) if self.special == tuple(ids[: len(self.special)]) else 0
+        while own < len(ids) and ids[own] in self.bos_ids:
+            own += 1
+        written = tuple(ids[:own])
+        if self.bare:
+            return Encoded((), ids[own:])
+        if written:
+            return Encoded(written, ids[own:], doubled=plain and bool(self.special))
+        prefix = self.special if plain else ()
+        return Encoded(prefix or (self.forced_prefix if self.forced else ()), ids)
+
+    @property
+    def forced_prefix(self) -> tuple[int, ...]:
+        """Special tokens that `forced` prepends; empty if the model has none."""
+        return self.special or self.bos_ids[:1]
+
+
 def natural_text(
     text: Path,
-    encode: Encode,
+    encode: Callable[[str], Encoded],
     *,
     sequences: int,
     length: int,
-    prefix: Sequence[int] = (),
     fewer: bool = False,
     render: Render = plain_conversation,
     counts: ReadCounts | None = None,
-) -> list[Sequence[int]]:
-    """Tokenise real text and cut it into sequences, without the prefix (`with_prefix` adds it).
+) -> list[Encoded]:
+    """Tokenise real text and cut it into sequences.
 
     Args:
         text: text file, folder of such files, or another source of documents (data/sources/corpora.py).
-        encode: function from text to token ids, without special tokens.
-        sequences, length: N and T; T includes `prefix`.
-        prefix: token ids that will be prepended to each sequence.
+        encode: function that encodes a document, such as a `DocumentEncoder`.
+        sequences, length: N and T; T includes the prefix of a sequence.
         fewer: accept fewer sequences, but at least one, if the text is too short.
         render: function (messages of a conversation, its place in the file) -> text.
         counts: counts to which the rows that are read are added.
 
     Returns:
-        The sequences, each a slice of T - len(prefix) tokens of a result of `encode`.
+        The sequences, each with T tokens. All sequences of a document begin with its prefix.
 
     Raises:
         InputError: if the text is missing, cannot be read, is empty or malformed, or has too few sequences (the message
-            states how many); or if T is not greater than the length of `prefix`.
+            states how many); or if T is not greater than the length of a prefix.
     """
-    _check_shape(length, len(prefix))
-    cutter = _Cutter(encode, length - len(prefix), render, counts)
+    cutter = _Cutter(encode, length, render, counts)
     rows = list(islice(cutter.sequences(text), sequences))
     if len(rows) < sequences and not (fewer and rows):
         found, counted = len(rows), cutter.documents and not cutter.pieces
@@ -96,15 +157,14 @@ def natural_text(
 
 def drawn_text(
     text: Path,
-    encode: Encode,
+    encode: Callable[[str], Encoded],
     *,
     sequences: int,
     length: int,
     draw: int,
-    prefix: Sequence[int] = (),
     render: Render = plain_conversation,
     counts: ReadCounts | None = None,
-) -> list[Sequence[int]]:
+) -> list[Encoded]:
     """Draw random sequences from a text; different draws are disjoint.
 
     A draw has N sequences. If the text has fewer than 5 N sequences, a draw has a fifth of them, rounded down, but at
@@ -115,10 +175,9 @@ def drawn_text(
 
     Raises:
         InputError: if the text is missing, cannot be read, is empty or malformed, or has no sequence left for this
-            draw; or if T is not greater than the length of `prefix`.
+            draw; or if T is not greater than the length of a prefix.
     """
-    _check_shape(length, len(prefix))
-    cutter = _Cutter(encode, length - len(prefix), render, counts, everything=True)
+    cutter = _Cutter(encode, length, render, counts, everything=True)
     pool = list(islice(cutter.sequences(text), POOL * sequences))
     if not pool:
         counted = cutter.documents and not cutter.pieces
@@ -135,44 +194,43 @@ def drawn_text(
     return [pool[index] for index in order[draw * each : (draw + 1) * each]]
 
 
-def with_prefix(bodies: Sequence[Sequence[int]], prefix: Sequence[int]) -> Tensor:
-    """Return the bodies, sequences of equal length, each preceded by the prefix: tokens_NT, int64."""
-    return torch.tensor([[*prefix, *ids] for ids in bodies])
+def token_rows(rows: Sequence[Encoded]) -> Tensor:
+    """Return sequences of equal length as a tensor: tokens_NT, int64."""
+    return torch.tensor([[*row.prefix, *row.ids] for row in rows])
 
 
-def sizes_of(bodies: Sequence[Sequence[int]], prefix: Sequence[int]) -> Tensor | None:
-    """Return the number of UTF-8 bytes of text of each token in the tensor that `with_prefix` builds: sizes_NT.
+def sizes_of(rows: Sequence[Encoded]) -> Tensor | None:
+    """Return the number of UTF-8 bytes of text of each token in the tensor that `token_rows` builds: sizes_NT.
 
     Tokens of the prefix have size 0, and tokens that cannot be aligned with the text have size UNKNOWN
-    (data/spelling.py). The result is None if a body is not a `Spelled`, which has the sizes of its tokens.
+    (data/spelling.py). The result is None if the ids of a row are not `Spelled`, which has the sizes of its tokens.
     """
-    known = [body for body in bodies if isinstance(body, Spelled)]
-    if len(known) < len(bodies):
-        return None
-    return torch.tensor([[*(0 for _ in prefix), *body.sizes] for body in known])
+    sizes = [[*(0 for _ in row.prefix), *row.ids.sizes] for row in rows if isinstance(row.ids, Spelled)]
+    return torch.tensor(sizes) if len(sizes) == len(rows) else None
 
 
 @dataclass
 class _Cutter:
-    """Cuts sequences of `body` tokens out of texts.
+    """Cuts sequences of `length` tokens out of texts.
 
     Attributes:
-        body: number of tokens of a sequence, without the prefix.
         everything: whether all sequences of a document are cut, not only the first; very long documents are then
             truncated. From a .txt or .md file, all sequences are always cut.
         documents: number of documents read so far, without those of .txt and .md files.
         pieces: whether a .txt or .md file was read.
+        body: number of tokens of a sequence of the last document, without the prefix.
     """
 
-    encode: Encode
-    body: int
+    encode: Callable[[str], Encoded]
+    length: int
     render: Render
     counts: ReadCounts | None = None
     everything: bool = False
     documents: int = 0
     pieces: bool = False
+    body: int = 0
 
-    def sequences(self, text: Path) -> Iterator[Sequence[int]]:
+    def sequences(self, text: Path) -> Iterator[Encoded]:
         """Yield the sequences of a file or another source of documents; from a folder, one from each file in turn."""
         here = expanded(str(text))
         if not here.exists():
@@ -186,50 +244,57 @@ class _Cutter:
         ]
         while turns:
             for turn in list(turns):
-                ids = next(turn, None)
-                if ids is None:
+                row = next(turn, None)
+                if row is None:
                     turns.remove(turn)
                 else:
-                    yield ids
+                    yield row
 
-    def _of_documents(self, texts: Iterator[str]) -> Iterator[Sequence[int]]:
+    def _of_documents(self, texts: Iterator[str]) -> Iterator[Encoded]:
         for document in texts:
             self.documents += 1
-            if self.everything:
-                ids = self.encode(document[: max(CHARACTERS, PER_TOKEN * self.body)])
-            else:
-                ids = self._first(document)[: self.body]
-            yield from self._cut(ids)
+            yield from islice(self._cut(self._encoded(document)), None if self.everything else 1)
 
-    def _cut(self, ids: Sequence[int]) -> Iterator[Sequence[int]]:
-        for start in range(0, len(ids) - self.body + 1, self.body):
-            yield ids[start : start + self.body]
+    def _cut(self, found: Encoded) -> Iterator[Encoded]:
+        self._check(found)
+        for start in range(0, len(found.ids) - self.body + 1, self.body):
+            yield replace(found, ids=found.ids[start : start + self.body])
 
-    def _first(self, document: str) -> Sequence[int]:
+    def _check(self, found: Encoded) -> None:
+        self.body, special = self.length - len(found.prefix), len(found.prefix)
+        if self.body < 1:
+            raise InputError(
+                f"--length {self.length}: use at least {special + 1}, one more than the number of special tokens "
+                f"({special})"
+            )
+
+    def _encoded(self, document: str) -> Encoded:
         """Tokenise a document, or the beginning of a long document that has at least twice the needed tokens.
 
-        The last tokens of this beginning may differ from those of the whole document.
+        The last tokens of this beginning may differ from those of the whole document. If all sequences of a document
+        are cut, only the beginning is used.
         """
-        size = max(CHARACTERS, PER_TOKEN * self.body)
+        size, kind = max(CHARACTERS, PER_TOKEN * self.length), type(document)
         while size < len(document):
-            ids = self.encode(document[:size])
-            if len(ids) >= 2 * self.body:
-                return ids
+            found = self.encode(kind(document[:size]))
+            if self.everything or len(found) >= 2 * self.length:
+                return found
             size *= 4
         return self.encode(document)
 
-    def _of_pieces(self, pieces: Iterator[tuple[str, bool]]) -> Iterator[Sequence[int]]:
+    def _of_pieces(self, pieces: Iterator[tuple[str, bool]]) -> Iterator[Encoded]:
         self.pieces = True
         held, enough = "", 0
         for text, ends in pieces:
             held += text
             if len(held) < enough and not ends:
                 continue
-            ids = self.encode(held)
-            if len(ids) < self.body and not ends:
+            found = self.encode(held)
+            self._check(found)
+            if len(found) < self.length and not ends:
                 enough = max(2 * len(held), enough)
                 continue
-            yield from self._cut(ids)
+            yield from self._cut(found)
             held = ""
 
 
@@ -256,13 +321,6 @@ def default_prefix(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
         if full[start : start + len(plain)] == plain:
             return list(full[:start])
     return []
-
-
-def _check_shape(length: int, prefix: int) -> None:
-    if length <= prefix:
-        raise InputError(
-            f"--length {length}: use at least {prefix + 1}, one more than the number of special tokens ({prefix})"
-        )
 
 
 def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from sinklab import display
 from sinklab.errors import InputError, cause
@@ -32,6 +32,28 @@ from sinklab.schema import Omitted, Ratio
 ColumnValues = np.ndarray | Sequence[float] | None
 
 
+FED = 8
+"""Number of tokens in `Fed`."""
+
+
+class Fed(BaseModel):
+    """First tokens of the first sequence, as the model reads them.
+
+    Attributes:
+        ids: token ids, at most FED; without padding.
+        tokens: text of each token, or its string in the vocabulary if the text is blank or not valid by itself; None if
+            measured without a tokenizer (`sinklab.measure`).
+    """
+
+    ids: list[int]
+    tokens: list[str] | None = None
+
+    def line(self) -> str:
+        """Return the tokens in one line, such as `fed: <s> | Once | upon | a ..`; without texts, the ids."""
+        shown = [repr(text.strip(" "))[1:-1] for text in self.tokens] if self.tokens else [*map(str, self.ids)]
+        return f"fed: {' | '.join(shown)} .."
+
+
 class Measurement(WithArrays):
     """Sinks, norms and loss of one model on one set of sequences.
 
@@ -44,6 +66,7 @@ class Measurement(WithArrays):
         vocabulary: digest of the tokenizer's vocabulary (spelling.py); None if measured without a tokenizer
             (`sinklab.measure`).
         inputs: kind of input sequences: natural text, random tokens, or one token repeated.
+        fed: first tokens of the first sequence; None, and left out of the files, for measurements during training.
         sequences: number of sequences N.
         length: T, number of tokens of the longest sequence, including BOS.
         eps: threshold on alpha of the sink rate; the first if several were requested.
@@ -126,6 +149,7 @@ class Measurement(WithArrays):
     planned_steps: Omitted[int] = None
     vocabulary: Omitted[str] = None
     inputs: Inputs
+    fed: Omitted[Fed] = None
     sequences: int = Field(ge=1)
     length: int = Field(ge=1)
     eps: float = Field(gt=0, lt=1)

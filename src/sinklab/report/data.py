@@ -203,9 +203,10 @@ class ReportData:
 
     @property
     def notes(self) -> list[tuple[str, str]]:
-        """Pairs of name and text: the notes of each measured run, and the reason for each failed measurement."""
+        """Pairs of name and text: first tokens and notes of each measured run, and why a measurement failed."""
         failed = [(name, why) for suite in self.suites for name, why in suite.document.failed.items()]
         return [
+            *((self.label(run), one.fed.line()) for run, one in self.measured if one.fed is not None),
             *((self.label(run), note) for run, one in self.measured for note in one.notes),
             *((name, f"not measured: {why}") for name, why in failed),
         ]

@@ -51,4 +51,5 @@ def html(m: Measurement) -> str:
     draw = templates().get_template("table.html.j2").module.draw  # type: ignore[attr-defined]
     texts = (measurement_title(m), ", ".join(measurement_facts(m)), " ".join(answer(m)))
     parts = [Markup("<p><b>{}</b><br>{}</p><p>{}</p>").format(*texts), *map(draw, measurement_tables(m))]
+    parts += [] if m.fed is None else [Markup("<p>{}</p>").format(m.fed.line())]
     return str(Markup("").join([*parts, *(Markup("<p>note: {}</p>").format(note) for note in m.notes)]))

@@ -179,6 +179,7 @@ def deciding_request(
     """
     files = None if place is None else model_files(place)
     loaded = {"revision": loading.revision, "dtype": loading.dtype}
+    loaded |= {} if loading.tokenizer == "auto" else {"tokenizer": loading.tokenizer}
     named = name_in_results(model, loading.subfolder)
     return json.loads(json.dumps({"model": named, FILES: files, "text": text, **loaded, **request.document()}))
 

@@ -9,12 +9,11 @@ mask, the whole prefix. If a sequence ends in the middle of a character, only th
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sinklab.data.sources.textfiles import ReadCounts, expanded, notes_on_folder, text_files
@@ -27,10 +26,10 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.surgery.study import changed_positions, measure_with_study
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_config, check_name
-from sinklab.models.huggingface.rendering import Conversations
 from sinklab.models.native import check_length
 from sinklab.opening import Model, is_run, open_model
 from sinklab.outputs import MEASUREMENT, REPORT, check_results
+from sinklab.survey.bos_check import bos_notes
 from sinklab.survey.request import Request
 
 
@@ -81,19 +80,18 @@ class ReadTokens:
 
     Attributes:
         tokens_NT: token ids, (N, T).
-        sizes_NT: number of UTF-8 bytes of text of each token, (N, T); 0 for prepended special tokens, negative if the
-            number is unknown or the recipe replaced the token. None for random and repeated tokens.
-        bos_tokens: number of special tokens prepended to each sequence. If none are prepended, 1 if the chat template
-            wrote BOS in any conversation, else 0.
-        conversations: renderer of the conversations in the text; its notes say how they were rendered.
-        counts: number of rows read from the text, and of those without text.
+        sizes_NT: number of UTF-8 bytes of text of each token, (N, T); 0 for special tokens at the start, negative if
+            the number is unknown or the recipe replaced the token. None for random and repeated tokens.
+        bos_tokens: number of special tokens at the start of each sequence; 0 if it differs between sequences.
+        rows: the sequences of a text; empty for random and repeated tokens.
+        notes: remarks on the text: how conversations were rendered, and the special tokens.
     """
 
     tokens_NT: Tensor
     sizes_NT: Tensor | None
     bos_tokens: int
-    conversations: Conversations
-    counts: ReadCounts = field(default_factory=ReadCounts)
+    rows: list[inputs.Encoded]
+    notes: list[str]
 
 
 def check_measurable(model: Model, request: Request) -> None:
@@ -112,45 +110,57 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
         SinklabError: if the process that renders chat templates fails.
     """
     check_length(request.length, model.adapter.limit)
+    before = model.encoder().forced_prefix if request.bos else ()
+    if request.bos and not before:
+        raise InputError(f"--bos: {model.name} has no BOS, neither in its tokenizer nor in its config: remove --bos")
     if draw := {"random": inputs.random_tokens, "repeat": inputs.repeated_tokens}.get(request.options.inputs):
-        before = model.special if request.bos else ()
-        if request.bos and not before:
-            raise InputError(
-                f"--bos: {model.name} adds no BOS to a text, so there is none to begin with: leave --bos out"
-            )
         if request.length <= len(before):
             raise InputError(f"--length {request.length} leaves no room after BOS: use {len(before) + 1} or more")
         number, length = request.sequences, request.length - len(before)
         drawn_NS = draw(model.vocabulary, sequences=number, length=length, seed=request.seed)
         tokens_NT = torch.cat((drawn_NS.new_tensor(before).expand(number, -1), drawn_NS), dim=1)
-        return ReadTokens(tokens_NT, None, len(before), model.conversations(keep_bos=False))
+        return ReadTokens(tokens_NT, None, len(before), [], [])
     assert text is not None  # `Request.check`
-    prefix = () if request.no_bos else model.special
-    conversations = model.conversations(keep_bos=not (model.special or request.no_bos or request.drawn_text))
-    counts = ReadCounts()
+    conversations, counts = model.conversations(), ReadCounts()
+    encode = model.encoder(bare=request.no_bos, forced=request.bos, sizes=True)
     wanted: dict[str, Any] = {
         "sequences": request.sequences,
         "length": request.length,
-        "prefix": prefix,
+        "render": conversations.render,
         "counts": counts,
     }
     if request.drawn_text:
-        bodies = inputs.drawn_text(text, model.spelled, draw=request.seed, render=conversations.render, **wanted)
+        rows = inputs.drawn_text(text, encode, draw=request.seed, **wanted)
     else:
-        bodies = inputs.natural_text(text, model.spelled, fewer=request.fewer, render=conversations.render, **wanted)
-    bare_NS, sizes_NT = inputs.with_prefix(bodies, ()), inputs.sizes_of(bodies, prefix)
-    tokens_NT = model.arrange(bare_NS, bool(prefix), request.seed)
+        rows = inputs.natural_text(text, encode, fewer=request.fewer, **wanted)
+    written_NT, sizes_NT = inputs.token_rows(rows), inputs.sizes_of(rows)
+    special = {len(row.prefix) for row in rows}
+    bos_tokens = special.pop() if len(special) == 1 else 0
+    tokens_NT = model.arrange(written_NT, bos_tokens, request.seed)
     if sizes_NT is not None:  # a recipe may replace tokens of the text
-        replaced_NS = tokens_NT[:, len(prefix) :] != bare_NS
-        sizes_NT = sizes_NT.masked_fill(F.pad(replaced_NS, (len(prefix), 0)), UNKNOWN)
-    bos_tokens = len(prefix) or int(conversations.bos)
+        sizes_NT = sizes_NT.masked_fill(tokens_NT != written_NT, UNKNOWN)
     if "no_bos" in request.study.ablate and not bos_tokens:
         trained = f"{model.name} was trained without BOS (data.bos: false)"
         why = trained if model.planned_steps else f"the tokenizer of {model.name} does not add BOS to this text"
         raise InputError(
             f"--ablate no_bos: {why}, so there is no BOS to remove; use --ablate mask_first:1 to hide the first token"
         )
-    return ReadTokens(tokens_NT, sizes_NT, bos_tokens, conversations, counts)
+    notes = [*conversations.notes(), *counts.notes(), *notes_on_folder(expanded(str(text)))]
+    return ReadTokens(tokens_NT, sizes_NT, bos_tokens, rows, [*notes, *_special_notes(model, rows)])
+
+
+def _special_notes(model: Model, rows: list[inputs.Encoded]) -> list[str]:
+    """Return notes on sequences whose special tokens are not those that the tokenizer gives, or differ among them."""
+    notes, some = [], sum(bool(row.prefix) for row in rows)
+    if doubled := [row for row in rows if row.doubled]:
+        written = "".join(model.token_texts(list(doubled[0].prefix)))
+        notes.append(
+            f"{len(doubled)} of {len(rows)} sequences begin with {written} in the text itself: the tokenizer's special "
+            "tokens were not added to it (tokenizer(text) of transformers adds them)"
+        )
+    if 0 < some < len(rows):
+        notes.append(f"{some} of {len(rows)} sequences begin with BOS, the others do not")
+    return notes
 
 
 def measure_loaded(model: Model, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
@@ -181,10 +191,9 @@ def measure_loaded(model: Model, text: Path | None, request: Request, progress: 
             )
         elif size:
             bits = measurement.loss * predicted_NT.numel() / math.log(2) / size
-    notes += [*model.notes, *read.conversations.notes(), *read.counts.notes()]
+    notes += [*model.notes, *read.notes, *bos_notes(model, read.rows, request)]
     folder = expanded(str(text)) if request.options.inputs == "natural" and text else None
     files = text_files(folder) if folder and folder.is_dir() else []
-    notes += notes_on_folder(folder) if folder else []
     if len(files) > 1:
         how = "are drawn from" if request.drawn_text else "alternate between"
         notes.append(f"the sequences {how} the {len(files)} files of {text}")
@@ -196,6 +205,7 @@ def measure_loaded(model: Model, text: Path | None, request: Request, progress: 
         "revision": model.loading.revision,
         "commit": model.commit,
         "vocabulary": model.vocabulary_hash,
+        "fed": model.fed(read.tokens_NT),
         "explored": measurement.explored and measurement.explored.with_texts(model.decode),
         "bits_per_byte": bits,
         "notes": notes,

@@ -32,8 +32,10 @@ class Request(CommandSettings, frozen=True):
     Attributes:
         options: measured quantities, and the kind of inputs; `lengths` in any order.
         sequences, length: number of sequences N and tokens per sequence T.
-        no_bos: leave out the special tokens that the tokenizer, its chat template or the run's recipe prepends.
-        bos: begin random or repeated tokens with these special tokens, which are included in T.
+        no_bos: leave out the special tokens at the start of the sequences, which the tokenizer, its chat template, the
+            run's recipe or the text itself puts there.
+        bos: begin every sequence with BOS, also random and repeated tokens and texts and conversations before which the
+            tokenizer or chat template puts none. BOS is included in T.
         seed: random seed of random and repeated tokens, and of tokens that a run's recipe replaces; for drawn text,
             the index of the draw, from 0.
         drawn_text: sample natural sequences from the first 64 N sequences of the text instead of using the first N.
@@ -46,8 +48,8 @@ class Request(CommandSettings, frozen=True):
     options: Options = Options()
     sequences: SequenceCount = 100
     length: SequenceLength = 64
-    no_bos: bool = Field(default=False, description="Omit BOS and other special tokens at the start of the sequences.")
-    bos: bool = Field(default=False, description="Begin random or repeated tokens with BOS.")
+    no_bos: bool = Field(default=False, description="Omit BOS and other leading special tokens.")
+    bos: bool = Field(default=False, description="Begin every sequence with BOS.")
     seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(
         default=0, description="Random seed for random and repeated tokens."
     )
@@ -77,17 +79,13 @@ class Request(CommandSettings, frozen=True):
 
         Raises:
             InputError: see `Options.check_lengths` and `Study.check`; also if an ablation is requested without the loss
-                or on single tokens, the ablation `no_bos` on sequences without BOS, or `bos` for natural inputs.
+                or on single tokens, the ablation `no_bos` on sequences without BOS, or both `bos` and `no_bos`.
         """
         self._in_order().check_lengths(self.length)
         if self.study.ablate and not (self.options.loss and self.length > 1):
             raise InputError("an ablation shows the change in loss: measure with the loss, on two tokens or more")
         self.study.check(self.length)
         natural = self.options.inputs == "natural"
-        if self.bos and natural:
-            raise InputError(
-                "--bos is for random and repeated tokens; text begins with BOS already if the model has one"
-            )
         if self.bos and self.no_bos:
             raise InputError("--bos and --no-bos contradict each other: use only one of the two options")
         if "no_bos" in self.study.ablate and (self.no_bos or not (natural or self.bos)):

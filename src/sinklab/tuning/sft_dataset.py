@@ -12,7 +12,7 @@ from sinklab.data.sources.textfiles import ReadCounts, expanded, notes_on_folder
 from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.files import sha256_of
-from sinklab.measuring.inputs import natural_text, with_prefix
+from sinklab.measuring.inputs import natural_text, token_rows
 from sinklab.models.huggingface.loading import DEVICE_MAP, Loading
 from sinklab.opening import Model, open_model
 from sinklab.train.recipe import load_recipe
@@ -79,17 +79,16 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
     if sources.text is None:
         tokens_NT = first_tokens(held_out, settings.sequences, settings.sink_length)
     else:
-        bodies = natural_text(
+        rows = natural_text(
             sources.text,
-            opened.encode,
+            opened.encoder(),
             sequences=settings.sequences,
             length=settings.sink_length,
-            prefix=opened.special,
             fewer=True,
-            render=opened.conversations(keep_bos=not opened.special).render,
+            render=opened.conversations().render,
             counts=read,
         )
-        tokens_NT = with_prefix(bodies, opened.special)
+        tokens_NT = opened.arrange(token_rows(rows), len(rows[0].prefix), None)
     notes = [*_notes_of_loading(opened), *template.notes, counts, *read.notes()]
     if sources.text is not None:
         notes += notes_on_folder(expanded(str(sources.text)))

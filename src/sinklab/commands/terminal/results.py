@@ -103,6 +103,8 @@ def print_measurement(measurement: "Measurement", console: Console) -> None:
     facts = result_tables.measurement_facts(measurement)
     print_title(result_tables.measurement_title(measurement), console, facts)
     console.print(" ".join(answer(measurement)), markup=False, highlight=False)
+    if measurement.fed is not None:
+        console.print(printable(measurement.fed.line()), markup=False, highlight=False)
     for table in result_tables.measurement_tables(measurement):
         print_table(table, console)
     print_notes(measurement.notes, console)
@@ -126,7 +128,8 @@ def print_comparison(comparison: "Comparison", console: Console) -> None:
         console.print(Text(f"{printable(model)}: {answer(measured)[0]}"))
     print_table(result_tables.comparison_table(comparison.rows(), list(comparison.measured)), console)
     for model, measured in comparison.measured.items():
-        notes = ["position 1 is BOS" if measured.bos else "no BOS", *measured.notes]
+        fed = [] if measured.fed is None else [measured.fed.line()]
+        notes = ["position 1 is BOS" if measured.bos else "no BOS", *fed, *measured.notes]
         print_notes([f"{model}: {note}" for note in notes], console)
 
 

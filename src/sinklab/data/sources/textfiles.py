@@ -18,6 +18,14 @@ from sinklab.errors import InputError
 from sinklab.extras import require_extra
 
 Message = dict[str, Any]  # role, content (a string or None), and for example tool_calls
+
+
+class ChatText(str):
+    """Text of a conversation that a chat template has written, with the special tokens that it needs."""
+
+    __slots__ = ()
+
+
 Render = Callable[[list[Message], str], str]  # (conversation, "file, line N") -> text
 
 ROLES = {
@@ -204,7 +212,8 @@ def row_text(row: Any, where: str, render: Render) -> str:
         text = prompt + completion
     else:
         text = ""
-    return text.encode("utf-8", errors="replace").decode("utf-8")  # JSON strings may contain lone surrogates
+    kind = type(text)  # `ChatText` if a chat template wrote it
+    return kind(text.encode("utf-8", errors="replace").decode("utf-8"))  # JSON strings may contain lone surrogates
 
 
 def conversation_of(row: Any, where: str) -> list[Message]:

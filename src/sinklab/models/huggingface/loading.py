@@ -22,6 +22,7 @@ from sinklab.models.families import text_config
 from sinklab.models.huggingface.anatomy import quantisation, vocabulary_size
 from sinklab.models.huggingface.gguf import Gguf, check_memory, find_gguf, read_header
 from sinklab.models.huggingface.model_files import check_counts, check_index
+from sinklab.models.huggingface.tokenizer_files import TokenizerKind, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -45,6 +46,7 @@ class Loading:
         trust_remote_code: run the model's own code.
         revision: branch, tag or commit on the hub; None for the main branch.
         subfolder: subfolder of the directory or hub repository that contains the model; None for the root.
+        tokenizer: auto, file or transformers (`load_tokenizer`).
         say: callback, called with a message before the weights of a GGUF file are dequantised.
     """
 
@@ -53,6 +55,7 @@ class Loading:
     trust_remote_code: bool = False
     revision: str | None = None
     subfolder: str | None = None
+    tokenizer: TokenizerKind = "auto"
     say: Callable[[str], None] = field(default=lambda message: None, compare=False)
 
 
@@ -88,13 +91,16 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
     """
     wanted, target = pick_dtype(loading.dtype), None if loading.device == DEVICE_MAP else pick_device(loading.device)
     source = _find(name, loading)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     config = source.config()
     if config.is_encoder_decoder:
         raise InputError(f"{name} is an encoder-decoder ({config.model_type}): use a decoder-only language model")
     given = {} if source.gguf is not None else {"config": config}
-    tokenizer = _with_tokenizer(source, loading.subfolder).read("tokenizer", AutoTokenizer.from_pretrained, given)
+    place = _with_tokenizer(source, loading.subfolder)
+    tokenizer, chosen = load_tokenizer(
+        name, loading.tokenizer, lambda method: place.read("tokenizer", method, given), place.has_file("tokenizer.json")
+    )
     added = getattr(tokenizer, "get_added_vocab", dict)()  # tokenizers of mistral-common do not have it
     if tokenizer.get_vocab().keys() == added.keys():  # transformers raises no error
         raise InputError(
@@ -134,8 +140,9 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
             f"{len(unused)} tensors of the checkpoint were ignored, such as {unused[0]}: the config has no module for "
             "them, so only part of the checkpoint is used"
         )
-    largest, rows = max(tokenizer.get_vocab().values()), vocabulary_size(model)
-    if source.gguf is None and largest >= rows:  # for GGUF files, transformers adds a missing <|endoftext|>
+    vocabulary, rows = tokenizer.get_vocab(), vocabulary_size(model)
+    largest = max(vocabulary[token] for token in vocabulary.keys() - added.keys())  # added ones need not be in a text
+    if largest >= rows:
         raise InputError(
             f"the tokenizer of {name} has token ids up to {largest} and the model has {rows} tokens: "
             "the tokenizer belongs to another model; put the right tokenizer files next to the weights"
@@ -148,7 +155,9 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
         model.hf_quantizer = None  # an ordinary model, which can be saved
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
-    return Pretrained(model.eval(), tokenizer, [*notes, *ignored], commit_of(name, loading.revision, loading.subfolder))
+    return Pretrained(
+        model.eval(), tokenizer, [*chosen, *notes, *ignored], commit_of(name, loading.revision, loading.subfolder)
+    )
 
 
 @dataclass(frozen=True)
@@ -175,6 +184,18 @@ class _Source:
         if self.gguf is None:
             check_counts(self.name, self.read("config", PretrainedConfig.get_config_dict)[0])
         return self.read("config", AutoConfig.from_pretrained)
+
+    def has_file(self, file: str) -> bool:
+        """Return whether the folder or hub repository has a file; False for GGUF. It may be downloaded."""
+        if self.gguf is not None:
+            return False
+        if Path(self.place).is_dir():
+            return (Path(self.place) / file).is_file()
+        from transformers.utils.hub import cached_file
+
+        where = {key: self.options.get(key) for key in ("revision", "subfolder")}
+        quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        return cached_file(self.place, file, **where, **quiet) is not None
 
     def read(self, part: str, from_pretrained: Any, more: dict[str, Any] | None = None) -> Any:
         """Load a part of a model with `from_pretrained`; any exception becomes an InputError with advice.
@@ -341,12 +362,7 @@ def _with_tokenizer(source: _Source, subfolder: str | None) -> _Source:
     if source.gguf is not None:
         return source
     if not folder.is_dir():
-        from transformers.utils.hub import cached_file
-
-        where = {key: source.options.get(key) for key in ("revision", "subfolder")}
-        quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-        files = ("tokenizer_config.json", "tokenizer.json")
-        if subfolder is None or any(cached_file(source.place, file, **where, **quiet) for file in files):
+        if subfolder is None or any(map(source.has_file, ("tokenizer_config.json", "tokenizer.json"))):
             return source
         return replace(source, options={**source.options, "subfolder": ""})
     places = [folder] if subfolder is None else [folder, folder.parents[len(PurePosixPath(subfolder).parts) - 1]]

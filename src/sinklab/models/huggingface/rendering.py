@@ -18,7 +18,7 @@ import threading
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from sinklab.data.sources.textfiles import Message, plain_conversation
+from sinklab.data.sources.textfiles import ChatText, Message, plain_conversation
 from sinklab.errors import InputError, SinklabError, cause
 
 if TYPE_CHECKING:
@@ -189,17 +189,14 @@ class Conversations:
     Args:
         tokenizer: tokenizer whose chat template is applied. If it is None or has no template, conversations are
             rendered as lines `role: content`.
-        keep_bos: keep the BOS that the template writes; by default it is removed to avoid a second BOS.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None" = None, keep_bos: bool = False) -> None:
-        self._tokenizer, self._keep_bos = tokenizer, keep_bos
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
+        self._tokenizer = tokenizer
         self._seen = False
-        self.bos = False
-        """True if the chat template has written a BOS at the start of any conversation so far, and it was kept."""
 
     def render(self, messages: list[Message], where: str) -> str:
-        """Render one conversation as text.
+        """Render one conversation as text: a `ChatText` if the tokenizer has a chat template.
 
         Args:
             where: name of the conversation in error messages.
@@ -211,13 +208,7 @@ class Conversations:
         if not self._templated:
             return plain_conversation(messages, where)
         assert self._tokenizer is not None
-        rendered = render_chat(self._tokenizer, messages, where).text
-        first = self._tokenizer.bos_token
-        if isinstance(first, str) and rendered.startswith(first):
-            if not self._keep_bos:
-                return rendered.removeprefix(first)
-            self.bos = True
-        return rendered
+        return ChatText(render_chat(self._tokenizer, messages, where).text)
 
     def notes(self) -> list[str]:
         """Return a list with a note on how conversations were rendered; empty if none was rendered."""
