@@ -33,7 +33,7 @@ from sinklab.models.huggingface.loading import (
 )
 from sinklab.models.huggingface.rendering import Conversations
 
-WEIGHTS = ("*.safetensors", "*.gguf", "config.json", "recipe.yaml", "*.py")
+WEIGHTS = ("*.safetensors", "*.gguf", "config.json", "adapter_config.json", "recipe.yaml", "*.py")
 TOKENIZER = (*TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json")
 MODEL_FILES = (*WEIGHTS, *TOKENIZER, "chat_template*", "additional_chat_templates/*")
 

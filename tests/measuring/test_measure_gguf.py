@@ -178,9 +178,20 @@ def test_several_files_in_a_directory_are_a_question(model: Path, tmp_path: Path
         load_pretrained(str(tmp_path))
 
 
-def test_one_of_several_parts_is_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="one of the 3 parts of a model: join them first"):
-        load_pretrained(str(as_gguf(model, tmp_path / "a-00001-of-00003.gguf", parts=3)))
+def test_a_model_in_parts_is_the_whole_model_whichever_file_is_named(model: Path, exact: Path, tmp_path: Path) -> None:
+    as_gguf(model, tmp_path / "a.gguf", tensors_in_a_file=8)
+    parts = sorted(tmp_path.iterdir())
+    assert [part.name for part in parts] == [f"a-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    whole = load_pretrained(str(exact)).model.state_dict()
+    for named in (parts[0], parts[2], tmp_path):
+        found = load_pretrained(str(named)).model.state_dict()
+        assert all(torch.equal(found[name], weight) for name, weight in whole.items())
+    parts[1].unlink()
+    with pytest.raises(InputError, match=r"one of 3 parts of a model, and a-00002-of-00003\.gguf is missing"):
+        load_pretrained(str(parts[0]))
+    alone = parts[0].rename(tmp_path / "alone.gguf")
+    with pytest.raises(InputError, match="one of the 3 parts of a model, whose files must have the names"):
+        load_pretrained(str(alone))
 
 
 @pytest.mark.parametrize("keep", [0, 3, 100, 10_000, -1000])

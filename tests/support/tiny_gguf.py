@@ -52,18 +52,24 @@ def llama(folder: Path, *, bos: bool = False, template: str = "") -> Path:
 
 
 def as_gguf(
-    model: Path, path: Path, kind: str = "F32", *, architecture: str = "llama", parts: int = 1, scaled: bool = False
+    model: Path,
+    path: Path,
+    kind: str = "F32",
+    *,
+    architecture: str = "llama",
+    tensors_in_a_file: int = 0,
+    scaled: bool = False,
 ) -> Path:
     """Write the Llama of a directory as llama.cpp does: matrices of that kind, everything else in float32.
 
     Args:
         architecture: what the file says that it is.
-        parts: how many files it says that the model has.
+        tensors_in_a_file: if not 0, the model is split into files of this many tensors, named PATH-00001-of-00003.gguf.
         scaled: with factors for its rotary frequencies, as Llama 3.1 has.
     """
     gguf = needed()
     config = hf.AutoConfig.from_pretrained(model)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_in_a_file)
     writer.add_name("Tiny")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -75,7 +81,6 @@ def as_gguf(
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(WIDTH // HEADS)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_uint16("split.count", parts)
     _add_tokenizer(writer, model)
     for name, tensor in hf.AutoModelForCausalLM.from_pretrained(model).state_dict().items():
         array, called = tensor.numpy(), _name(name)

@@ -21,8 +21,6 @@ from sinklab.signals import keeping_what_is_finished
 if TYPE_CHECKING:
     from sinklab.models.huggingface.loading import Loading
 
-Precision = Literal["auto", "float32", "bfloat16", "float16"]
-
 
 def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
     """Declare an option in a panel of the help, named after its parameter unless `names` are given."""
@@ -32,7 +30,7 @@ def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
 class LoadingOptions(CommandSettings, frozen=True):
     """Options that determine how a model is loaded."""
 
-    dtype: Annotated[Precision, Flag(metavar="TYPE")] = Field(
+    dtype: Annotated[str, Flag(metavar="TYPE")] = Field(
         default="auto",
         description="Data type of the weights: float32, bfloat16, float16, or auto (as stored, but float32 for .gguf "
         "files and on a CPU that only emulates the stored type).",
@@ -46,6 +44,9 @@ class LoadingOptions(CommandSettings, frozen=True):
     )
     subfolder: Annotated[str | None, Flag(metavar="FOLDER", panel=INPUT)] = Field(
         default=None, description="Folder of the model inside MODEL."
+    )
+    adapters: Annotated[Several[str], Flag(name="--adapter", metavar="ADAPTER", panel=INPUT)] = Field(
+        default=(), description="PEFT adapter (LoRA) to apply: a directory or a name on the hub; repeatable."
     )
     trust_remote_code: bool = Field(default=False, description="Run code from the model's repository.")
     tokenizer: Annotated[Literal["auto", "file", "transformers"], Flag(metavar="KIND", panel=INPUT)] = Field(

@@ -13,7 +13,7 @@ from sinklab.measuring.inputs import token_matrix
 from sinklab.measuring.measurement import FED, Fed, Measurement
 from sinklab.measuring.options import Inputs, Options, Study
 from sinklab.measuring.surgery.study import measure_with_study
-from sinklab.models.adapter import LanguageModel, adapt
+from sinklab.models.adapter import LanguageModel, adapt, unwrapped
 from sinklab.models.families import text_config
 from sinklab.models.hooks import Progress
 from sinklab.models.model_lock import measured_in_turn
@@ -84,6 +84,7 @@ def measure(
             an ablation or `perturb` is impossible in this model, activations or gradients contain NaN or infinity (the
             message names the layer), the loss is NaN or infinite, or a single sequence does not fit into memory.
     """
+    model = unwrapped(model)
     adapter = adapt(model)
     tokens_NT = token_matrix(tokens)
     if tokens_NT.ndim != 2 or not tokens_NT.numel():

@@ -25,7 +25,16 @@ from sinklab.measuring.options import Options
 from sinklab.measuring.records import NativeRecords, batch_of, native_records
 from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.models.adapter import Adapter
-from sinklab.models.hooks import NO_BLOCKS, Progress, entering_norms, evaluating, hooked, residual_stream, token_norms
+from sinklab.models.hooks import (
+    NO_BLOCKS,
+    Progress,
+    entering_norms,
+    evaluating,
+    hooked,
+    residual_stream,
+    token_norms,
+    uncompiled,
+)
 from sinklab.models.memory_budget import fitting_batch
 from sinklab.models.native import NativeAdapter
 
@@ -76,15 +85,18 @@ def measure(
     heads = explored_heads(adapter, options.maps) if options.explore else None
     adapter.check(tokens_NT, longest, options.lengths)
     if options.gradients:
+        if not adapter.has_head:
+            raise InputError("the gradients are those of the loss, and the model has no LM head: leave them out")
         check_gradients(adapter, longest, padded)
     if options.lengths and padded:
         raise InputError("`lengths` needs sequences without padding: remove padded sequences, or leave out `lengths`")
     totals = Accumulator(options.eps, longest, options.lengths)
     details = DetailsCollector(options.maps, longest) if options.details or options.maps else None
-    first_target = options.first_target if options.loss else None
+    first_target = options.first_target if options.loss and adapter.has_head else None
     with ExitStack() as stack:
         cost = stack.enter_context(costing(adapter.device))
         stack.enter_context(evaluating(adapter.module))
+        stack.enter_context(uncompiled(adapter.module))
         hidden = stack.enter_context(residual_stream(adapter.blocks, token_norms))
         before = stack.enter_context(entering_norms(adapter.post_norms))
         if details is not None:
@@ -115,7 +127,7 @@ def measure(
                 totals.add(batch)  # not in the attempt, which may fail and be repeated
             batch = found = None  # the next batch needs the memory
         notes = [*adapter.kinds.notes(), *adapter.notes(), *batches.notes()]
-    if options.loss and longest > 1 and not totals.targets:
+    if first_target is not None and longest > 1 and not totals.targets:
         notes.append(f"no loss: the prefix mask leaves no targets in {longest} tokens")
     if not adapter.blocks:
         notes.append(f"no hidden-state norms or massive activations of this model: {NO_BLOCKS}")

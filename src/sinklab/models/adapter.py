@@ -7,6 +7,7 @@ from torch import nn
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.model.transformer import Transformer
+from sinklab.models.families import OTHER_HEAD
 from sinklab.models.hooks import NO_BLOCKS
 from sinklab.models.native import NativeAdapter, own_transformer
 
@@ -36,6 +37,7 @@ Attributes:
     first_target: 1-based position of the first target: 2, or the first after the prefix of a prefix mask.
     post_norms: norms of a post-norm sinklab transformer, two per block; empty for other models.
     quantised: quantisation method of the weights; None without one, and for dequantised GGUF weights.
+    has_head: False for a Hugging Face model without an LM head (AutoModel), which is measured without a loss.
     proxy: True if importance is computed from proxy scores, because the attention weights of a layer do not sum to one.
     dispatches: True if attention calls can be intercepted; otherwise attention is measured from the matrices that the
         model returns. Reading this attribute may run a Hugging Face model once.
@@ -47,12 +49,29 @@ Attributes:
 """
 
 
+WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
+"""Attributes with the wrapped model, by class name: torch.compile, and PyTorch's data parallelism."""
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the model in a wrapper of PyTorch (`WRAPPERS`) or peft (`PeftModel`); any other object unchanged."""
+    while (inner := WRAPPERS.get(type(model).__name__)) is not None:
+        model = getattr(model, inner)
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        return unwrapped(model.get_base_model())
+    return model
+
+
 def adapt(model: LanguageModel) -> Adapter:
     """Return the `Adapter` of a sinklab or Hugging Face model; for a SinklabForCausalLM, that of its transformer.
+
+    A compiled model, or one in a wrapper of peft or of data parallelism, has the adapter of the model inside
+    (`unwrapped`).
 
     Raises:
         InputError: if `model` is neither, its weights are on the meta device, or a sinklab model is on several devices.
     """
+    model = unwrapped(model)
     own = own_transformer(model)
     if own is not None:
         adapter = NativeAdapter(own)
@@ -97,6 +116,11 @@ def check_causal_lm(model: Any) -> None:
         raise InputError(
             f"the model is {type_text(model)}: expected a Hugging Face causal language model, as "
             "AutoModelForCausalLM.from_pretrained returns it, or a sinklab transformer"
+        )
+    if OTHER_HEAD.search(type(model).__name__):
+        raise InputError(
+            f"the model is a {type(model).__name__}, which has another head than a language model: pass its layers "
+            "alone, model.base_model, which are measured without a loss"
         )
 
 

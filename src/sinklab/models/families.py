@@ -4,6 +4,7 @@ Nearly all model types use the names below. To support a model type with another
 to the tuple. A model type that behaves differently has an entry in `FAMILIES`. No other file compares model types.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ GATES = (QUERIES, "gate_proj", "g_proj")  # projections that may compute gate lo
 SINK_LOGITS = "sinks"  # parameter of an attention module
 DEPTH_ATTENTION = "AttentionResidual"  # suffix of the class name of a module that attends to layers, not to tokens
 SELECTED, SELECTED_BLOCKS = "indices", "block_indices"  # arguments of an attention call: keys selected by an indexer
+OTHER_HEAD = re.compile(r"For(\w*Classification|\w*QuestionAnswering|MultipleChoice|\w*Reward\w*|\w*Regression)$")
+"""Class names of models with another head than that of a language model."""
 
 
 @dataclass(frozen=True)

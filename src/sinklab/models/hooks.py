@@ -1,7 +1,7 @@
 """Hooks and other changes of a model that last for a `with` block, and recording of norms and hidden states."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -69,6 +69,16 @@ def forward_pass_hooks(
     for module in modules:
         yield module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         yield module.register_forward_hook(leave, always_call=True)
+
+
+def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
+    """Run compiled code uncompiled in the `with` block if the module or one of its parts is compiled.
+
+    Compiled code ignores hooks that are added later, or is compiled again because of them.
+    """
+    parts = module.modules()
+    compiled = any(type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None for part in parts)
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 @contextmanager

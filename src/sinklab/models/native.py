@@ -56,6 +56,7 @@ class NativeAdapter:
         numbers = range(1, config.layers + 1)
         linear = tuple(number for number in numbers if number not in config.attention_layers)
         self.kinds = LayerKinds(config.layers, config.attention_layers, linear)
+        self.has_head = True
         self.leading, self.first_target = model.leading, config.first_target
         self.context = self.limit = config.context
         self.attention_layers, self.heads = len(self.cores), config.heads

@@ -30,11 +30,12 @@ def bos_notes(model: Model, rows: Sequence[Encoded], request: Request) -> list[s
     Raises:
         InputError, SinklabError: see `driver.measure`.
     """
-    if model.planned_steps is not None or request.no_bos or not request.options.loss or model.adapter.first_target > 2:
+    adapter, has_loss = model.adapter, request.options.loss and model.adapter.has_head
+    if model.planned_steps is not None or request.no_bos or not has_loss or adapter.first_target > 2:
         return []
     prefix = rows[0].prefix if rows else ()
     others = [(bos,) for bos in model.bos_ids if (bos,) != prefix]
-    body = min(request.length, LENGTH, model.adapter.limit or LENGTH) - max(len(prefix), 1)
+    body = min(request.length, LENGTH, adapter.limit or LENGTH) - max(len(prefix), 1)
     if not rows or not others or body < 2:
         return []
     few = [row.ids[:body] for row in rows if row.prefix == prefix][:SEQUENCES]
@@ -42,7 +43,7 @@ def bos_notes(model: Model, rows: Sequence[Encoded], request: Request) -> list[s
     def read(special: tuple[int, ...]) -> Measurement:
         tokens_NT = token_rows([Encoded(special, ids) for ids in few])
         options = Options(eps=request.options.eps, first_target=len(special) + 2)
-        return measure(model.adapter, tokens_NT, options)
+        return measure(adapter, tokens_NT, options)
 
     fed = read(prefix)
     with_bos, best = min(((read(other), other) for other in others), key=lambda one: one[0].loss or 0)

@@ -19,7 +19,8 @@ from sinklab.measuring.huggingface.matrix_records import matrix_records
 from sinklab.measuring.huggingface.recorder import READ_AFTERWARDS, Recorder
 from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.model.transformer import Transformer
-from sinklab.models.adapter import Adapter, adapt, check_causal_lm
+from sinklab.models.adapter import Adapter, adapt, check_causal_lm, unwrapped
+from sinklab.models.hooks import uncompiled
 from sinklab.models.model_lock import probed_alone
 from sinklab.models.native import NativeAdapter, is_exported
 
@@ -86,7 +87,8 @@ def probe(model: PreTrainedModel) -> Iterator[Recorder]:
     after the end of a sequence.
 
     Args:
-        model: Hugging Face causal language model, or an exported sinklab model.
+        model: Hugging Face causal language model, or an exported sinklab model. A compiled model runs uncompiled in the
+            `with` block.
 
     Raises:
         SinklabError: if another thread probes the model. In a forward pass, if the attention of some layer cannot be
@@ -96,9 +98,10 @@ def probe(model: PreTrainedModel) -> Iterator[Recorder]:
         InputError: if the model is not a Hugging Face model or its weights are on the meta device. In a forward pass,
             if the attention mask is not a padding mask.
     """
+    given, model = model, unwrapped(model)
     check_causal_lm(model)
     adapter = NativeAdapter(cast("Transformer", model.transformer)) if is_exported(model) else adapt(model)
-    with adapter_records(model, adapter, (), None) as watch, generating(model, watch):
+    with uncompiled(given), adapter_records(model, adapter, (), None) as watch, generating(model, watch):
         yield watch
 
 

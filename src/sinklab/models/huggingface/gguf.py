@@ -5,6 +5,7 @@ transformers 5.23 parses the header separately for config, tokenizer and weights
 contains the whole vocabulary. Here it is parsed once (`parsed_once`).
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SUFFIX = ".gguf"
+PART = re.compile(r"(.+-)\d{5}-of-(\d{5})(\.gguf)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -105,18 +107,29 @@ def find_gguf(name_or_dir: str) -> Path | None:
     if not path.is_dir() or any(path.glob("*.safetensors")):
         return None
     files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
+    if files and set(files) == set(parts_of(files[0])):  # one model in parts
+        return files[0].absolute()
     if len(files) > 1:
         few = ", ".join([file.name for file in files[:3]] + [".."] * (len(files) > 3))
         raise InputError(f"{name_or_dir} has {len(files)} .gguf files ({few}): pass one of them, such as {files[0]}")
     return files[0].absolute() if files else None
 
 
+def parts_of(path: Path) -> list[Path]:
+    """Return the files of a model that is split like NAME-00001-of-00003.gguf, in order; else the path alone."""
+    named = PART.fullmatch(path.name)
+    if named is None:
+        return [path]
+    total = int(named[2])
+    return [path.with_name(f"{named[1]}{number:05}-of-{total:05}{named[3]}") for number in range(1, total + 1)]
+
+
 def read_header(path: Path) -> Gguf:
-    """Read the header of a GGUF file, without its weights.
+    """Read the header of a GGUF file, without its weights; of a model in parts, those of all its files.
 
     Raises:
-        InputError: if gguf or accelerate is not installed, or the file cannot be read, is damaged or truncated, has no
-            weights, or contains only a part of a model that is split into several files.
+        InputError: if gguf or accelerate is not installed, or a file cannot be read, is damaged or truncated, or has no
+            weights, or a part of the model is missing.
     """
     require_extra("gguf", ("gguf", "accelerate"), f"reading {path.name}")
 
@@ -125,22 +138,33 @@ def read_header(path: Path) -> Gguf:
             self.data = np.asarray(self.data)  # slicing an array is three times as fast as slicing a memmap
             return super()._get(*args, **options)
 
-    try:
-        reader = Reader(path)
-        architecture, split = (reader.get_field(key) for key in ("general.architecture", "split.count"))
-        if architecture is None:
-            raise ValueError("the file has no general.architecture")
-        parts = 1 if split is None else split.contents()
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror or cause(error)}") from error
-    except Exception as error:  # the reader raises various exceptions on damaged files
+    def read(file: Path) -> Any:
+        try:
+            found = Reader(file)
+            count = found.get_field("split.count")
+            return found, 1 if count is None else int(count.contents())
+        except OSError as error:
+            raise InputError(f"{file} cannot be read: {error.strerror or cause(error)}") from error
+        except Exception as error:  # the reader raises various exceptions on damaged files
+            raise InputError(
+                f"{file} is damaged, truncated, or not a gguf file ({type(error).__name__}: {cause(error)}): copy it "
+                "again"
+            ) from error
+
+    files = parts_of(path)
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise InputError(f"{path} is one of {len(files)} parts of a model, and {missing[0]} is missing beside it")
+    path, (reader, parts) = files[0], read(files[0])
+    if parts != len(files):
         raise InputError(
-            f"{path} is damaged, truncated, or not a gguf file ({type(error).__name__}: {cause(error)}): copy it again"
-        ) from error
-    if parts > 1:
-        raise InputError(
-            f"{path} is one of the {parts} parts of a model: join them first (llama-gguf-split --merge of llama.cpp)"
+            f"{path} is one of the {parts} parts of a model, whose files must have the names that llama.cpp gives "
+            "them (NAME-00001-of-00003.gguf): rename them"
         )
+    for file in files[1:]:
+        reader.tensors.extend(read(file)[0].tensors)
+    architecture = reader.get_field("general.architecture")
+    if architecture is None:
+        raise InputError(f"{path} is not the gguf file of a model: it has no general.architecture")
     weights = Counter[str]()
     for tensor in reader.tensors:
         weights[tensor.tensor_type.name] += int(tensor.n_elements)

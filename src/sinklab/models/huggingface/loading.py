@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -18,19 +18,36 @@ import torch
 from sinklab import register
 from sinklab.device import float32_if_emulated, pick_device
 from sinklab.errors import InputError, cause
-from sinklab.models.families import text_config
+from sinklab.models.families import OTHER_HEAD, text_config
 from sinklab.models.huggingface.anatomy import quantisation, vocabulary_size
 from sinklab.models.huggingface.gguf import Gguf, check_memory, find_gguf, read_header
 from sinklab.models.huggingface.model_files import check_counts, check_index
+from sinklab.models.huggingface.peft_adapters import apply_adapters, base_and_adapters
 from sinklab.models.huggingface.tokenizer_files import TokenizerKind, load_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16",
+                 "fp64": "float64", "double": "float64"}  # fmt: skip
 DEVICE_MAP = "map"  # value of --device
 HUB_NAME = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]*/)?\w[\w.-]{0,95}(?<![.-])", re.ASCII)
+QUANTISATION_PACKAGES = {
+    "bitsandbytes": ("bitsandbytes",),
+    "gptq": ("optimum", "gptqmodel"),
+    "awq": ("gptqmodel",),
+    "compressed-tensors": ("compressed-tensors",),
+    "quanto": ("optimum-quanto",),
+    "hqq": ("hqq",),
+    "aqlm": ("aqlm",),
+    "eetq": ("kernels",),
+    "mxfp4": ("kernels",),
+    "auto-round": ("auto-round",),
+    "torchao": ("torchao",),
+}
+"""Packages that transformers needs for quantised weights besides accelerate, by `quant_method`."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -47,6 +64,8 @@ class Loading:
         revision: branch, tag or commit on the hub; None for the main branch.
         subfolder: subfolder of the directory or hub repository that contains the model; None for the root.
         tokenizer: auto, file or transformers (`load_tokenizer`).
+        adapters: PEFT adapters to apply to the model, in addition to one in its own directory: directories or names on
+            the hub.
         say: callback, called with a message before the weights of a GGUF file are dequantised.
     """
 
@@ -56,6 +75,7 @@ class Loading:
     revision: str | None = None
     subfolder: str | None = None
     tokenizer: TokenizerKind = "auto"
+    adapters: tuple[str, ...] = ()
     say: Callable[[str], None] = field(default=lambda message: None, compare=False)
 
 
@@ -90,14 +110,19 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
             weights of a GGUF file do not fit in the free memory.
     """
     wanted, target = pick_dtype(loading.dtype), None if loading.device == DEVICE_MAP else pick_device(loading.device)
-    source = _find(name, loading)
-    from transformers import AutoModelForCausalLM
+    base, adapters = base_and_adapters(name, loading.adapters)
+    source = _find(base, loading)
 
     config = source.config()
     if config.is_encoder_decoder:
         raise InputError(f"{name} is an encoder-decoder ({config.model_type}): use a decoder-only language model")
+    _check_packages(name, quantisation(config))
+    config.return_dict = True
+    config._attn_implementation = None  # its package may be missing, and measurements compute the attention themselves
     given = {} if source.gguf is not None else {"config": config}
     place = _with_tokenizer(source, loading.subfolder)
+    if base != name and any(path for pattern in TOKENIZER_FILES for path in Path(name).glob(pattern)):
+        place = replace(source, place=name)  # an adapter with its own tokenizer
     tokenizer, chosen = load_tokenizer(
         name, loading.tokenizer, lambda method: place.read("tokenizer", method, given), place.has_file("tokenizer.json")
     )
@@ -123,7 +148,9 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
         load["device_map"] = {"": target}
     with without_bars() if _is_local(source.place) else nullcontext():  # downloads show their progress
         load |= source.gguf.weight_options() if source.gguf is not None else {}
-        model, info = source.read("weights", AutoModelForCausalLM.from_pretrained, load)
+        load |= given
+        model, info = source.read("weights", _model_class(name, config).from_pretrained, load)
+        applied = apply_adapters(model, base, adapters)
     if missing := sorted(info["missing_keys"]):
         raise InputError(
             f"the weights of {name} are incomplete: {len(missing)} tensors are missing, such as {missing[0]}. "
@@ -156,8 +183,44 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
     return Pretrained(
-        model.eval(), tokenizer, [*chosen, *notes, *ignored], commit_of(name, loading.revision, loading.subfolder)
+        model.eval(),
+        tokenizer,
+        [*applied, *chosen, *notes, *ignored],
+        commit_of(name, loading.revision, loading.subfolder),
     )
+
+
+def _model_class(name: str, config: "PretrainedConfig") -> Any:
+    """Return the class that loads the weights: AutoModel for a base model without a head, else AutoModelForCausalLM.
+
+    Raises:
+        InputError: if the config names a class with another head than that of a language model.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    architecture = next(iter(config.architectures or ()), "")
+    if OTHER_HEAD.search(architecture):
+        raise InputError(
+            f"{name} is a {architecture}, which has another head than a language model: "
+            "load it with AutoModel and pass it to sinklab.measure, which measures its layers without a loss"
+        )
+    bases = MODEL_MAPPING_NAMES.get(config.model_type, ())  # a name, or several
+    return AutoModel if architecture in ([bases] if isinstance(bases, str) else bases) else AutoModelForCausalLM
+
+
+def _check_packages(name: str, method: str | None) -> None:
+    """Check that the packages that transformers needs for a quantisation method are installed.
+
+    Raises:
+        InputError: if a package is missing; the message names all missing ones.
+    """
+    needed = () if method is None or method == "gguf" else (*QUANTISATION_PACKAGES.get(method, ()), "accelerate")
+    if missing := [package for package in needed if not list(distributions(name=package))]:
+        raise InputError(
+            f"the weights of {name} are quantised ({method}), for which transformers needs packages that are not "
+            f"installed: pip install {' '.join(missing)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -216,7 +279,8 @@ class _Source:
 def _find(name: str, loading: Loading) -> _Source:
     options: dict[str, Any] = {"trust_remote_code": loading.trust_remote_code, "revision": loading.revision}
     if (path := find_gguf(name)) is not None:
-        return _Source(name, str(path.parent), options | {"gguf_file": str(path)}, read_header(path))
+        header = read_header(path)
+        return _Source(name, str(path.parent), options | {"gguf_file": str(header.path)}, header)
     folder = Path(name)
     if not folder.is_dir():
         check_name(name)
@@ -268,14 +332,16 @@ def _faster_dtype(own: torch.dtype, target: torch.device | None) -> "tuple[torch
 
 
 def pick_dtype(dtype: str) -> "torch.dtype | str":
-    """Convert the value of --dtype to a torch dtype, or "auto".
+    """Convert the value of --dtype to a torch dtype, or "auto"; `fp16`, `bf16`, `torch.float16`, .. are accepted too.
 
     Raises:
-        InputError: if `dtype` is not one of DTYPES.
+        InputError: if `dtype` is not one of DTYPES or DTYPE_ALIASES.
     """
-    if dtype not in DTYPES:
+    bare = dtype.lower().removeprefix("torch.")
+    name = DTYPE_ALIASES.get(bare, bare)
+    if name not in DTYPES:
         raise InputError(f"--dtype {dtype} is unknown; use one of {', '.join(DTYPES)}")
-    return "auto" if dtype == "auto" else getattr(torch, dtype)
+    return "auto" if name == "auto" else getattr(torch, name)
 
 
 def check_config(name: str, loading: Loading = AS_IT_IS) -> None:

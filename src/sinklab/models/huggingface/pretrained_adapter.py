@@ -81,6 +81,7 @@ class HuggingFaceAdapter:
         self.context = int(given or 2048)
         self.quantised = weights_quantised(model)
         self.ends = None if table is None else f"its learned positional embeddings end at {len(table)}"
+        self.has_head = model.base_model is not model or model.get_output_embeddings() is not None
         self._unmoved = frozenset[int]()  # 1-based indices of attention layers without RoPE; set by `fixed_positions`
         self._gate_notes: list[str] = []  # set by `gated`
 
@@ -202,6 +203,8 @@ class HuggingFaceAdapter:
     def notes(self) -> list[str]:
         """Return notes on quantised weights, on repeated layers and, after `gated`, on gates of an unknown kind."""
         notes = list[str]()
+        if not self.has_head:
+            notes.append("no loss: the model has no LM head")
         if self.quantised:
             notes.append(f"the weights are quantised ({self.quantised}); dtype is that of the other weights")
         elif anatomy.quantisation(self.module.config):

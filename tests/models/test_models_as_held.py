@@ -1,0 +1,154 @@
+"""Models in the forms in which people hold them: compiled, wrapped, without a head, with adapters, quantised."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from tiny_gguf import llama
+from torch import Tensor, nn
+
+import sinklab
+from sinklab.errors import InputError
+from sinklab.models.huggingface.loading import Loading, load_pretrained, pick_dtype
+from sinklab.opening import open_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return load_pretrained(str(folder)).model
+
+
+@pytest.fixture(scope="module")
+def tokens(model: Any) -> Tensor:
+    return torch.randint(model.config.vocab_size, (4, 24), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_compiled_or_wrapped_model_is_the_model_inside(model: Any, folder: Path, tokens: Tensor) -> None:
+    expected = sinklab.measure(model, tokens)
+    in_place = load_pretrained(str(folder)).model
+    in_place.compile(backend="eager")
+    by_block = load_pretrained(str(folder)).model
+    for block in by_block.model.layers:
+        block.compile(backend="eager")
+    forms: list[Any] = [torch.compile(model, backend="eager"), nn.DataParallel(model), in_place, by_block]
+    for form in forms:
+        found = sinklab.measure(form, tokens)
+        assert (found.loss, found.sink_rate) == (expected.loss, expected.sink_rate)
+    for form in (forms[0], in_place, by_block):
+        with sinklab.probe(form) as watch:
+            logits = form(tokens).logits
+        assert torch.equal(logits, model(tokens).logits)
+        torch.testing.assert_close(
+            watch.layers[0].importance_BHT.mean(0), torch.from_numpy(expected.importance[0]), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_a_base_model_is_measured_without_a_loss(model: Any, tokens: Tensor) -> None:
+    found, whole = sinklab.measure(model.base_model, tokens), sinklab.measure(model, tokens)
+    assert found.loss is None
+    assert any("no LM head" in note for note in found.notes)
+    assert found.sink_rate == whole.sink_rate
+    assert (found.importance == whole.importance).all()
+    with pytest.raises(InputError, match="no LM head"):
+        sinklab.measure(model.base_model, tokens, gradients=True)
+
+
+def test_a_directory_of_a_base_model_is_measured_without_a_loss(model: Any, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    model.base_model.save_pretrained(tmp_path / "base")
+    opened: Any = open_model(str(tmp_path / "base"))
+    assert not opened.adapter.has_head
+    assert torch.equal(opened.module.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+def test_a_model_with_another_head_is_refused_by_name(model: Any, folder: Path, tokens: Tensor, tmp_path: Path) -> None:
+    classifier: Any = hf.LlamaForSequenceClassification(model.config)
+    with pytest.raises(InputError, match=r"LlamaForSequenceClassification, which has another head .*base_model"):
+        sinklab.measure(classifier, tokens)
+    assert sinklab.measure(classifier.base_model, tokens).loss is None
+    shutil.copytree(folder, tmp_path / "other", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    classifier.save_pretrained(tmp_path / "other")
+    with pytest.raises(InputError, match="LlamaForSequenceClassification, which has another head"):
+        load_pretrained(str(tmp_path / "other"))
+
+
+def test_settings_of_a_config_that_only_concern_its_users_change_nothing(folder: Path, tokens: Tensor,
+                                                                         tmp_path: Path) -> None:  # fmt: skip
+    expected = sinklab.measure(load_pretrained(str(folder)).model, tokens)
+    for name, settings in (("tuple", {"return_dict": False}), ("flash", {"attn_implementation": "flash_attention_2"})):
+        shutil.copytree(folder, tmp_path / name)
+        config = tmp_path / name / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+        found = sinklab.measure(load_pretrained(str(tmp_path / name)).model, tokens)
+        assert (found.loss, found.sink_rate) == (expected.loss, expected.sink_rate)
+
+
+def test_dtypes_are_named_as_people_name_them() -> None:
+    names = {"fp16": torch.float16, "torch.float16": torch.float16, "half": torch.float16, "BF16": torch.bfloat16,
+             "torch.bfloat16": torch.bfloat16, "fp32": torch.float32, "float": torch.float32}  # fmt: skip
+    assert {name: pick_dtype(name) for name in names} == names
+    with pytest.raises(InputError, match="int8 is unknown; use one of auto, float32"):
+        pick_dtype("int8")
+
+
+@pytest.mark.parametrize(
+    ("method", "packages"), [("gptq", "optimum gptqmodel"), ("awq", "gptqmodel"), ("bitsandbytes", "bitsandbytes")]
+)
+def test_packages_that_quantised_weights_need_are_all_named(
+    folder: Path, tmp_path: Path, method: str, packages: str
+) -> None:
+    shutil.copytree(folder, tmp_path / method)
+    config = tmp_path / method / "config.json"
+    more = {"quantization_config": {"quant_method": method, "bits": 4, "load_in_4bit": True}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | more))
+    with pytest.raises(InputError, match=rf"quantised \({method}\).* pip install {packages}"):
+        load_pretrained(str(tmp_path / method))
+
+
+def test_an_adapter_is_refused_without_peft_and_applied_with_it(
+    model: Any, folder: Path, tokens: Tensor, tmp_path: Path
+) -> None:
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "adapter_config.json").write_text('{"base_model_name_or_path": null, "peft_type": "LORA"}')
+    try:
+        import peft  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        with pytest.raises(InputError, match="needs the package peft"):
+            load_pretrained(str(tmp_path / "bare"))
+        with pytest.raises(InputError, match="needs the package peft"):
+            load_pretrained(str(folder), Loading(adapters=("mine",)))
+        return
+    with pytest.raises(InputError, match="names no base model"):
+        load_pretrained(str(tmp_path / "bare"))
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
+    adapted: Any = peft.get_peft_model(load_pretrained(str(folder)).model, lora)
+    expected = sinklab.measure(adapted, tokens)
+    assert expected.loss != sinklab.measure(model, tokens).loss
+    shutil.copytree(folder, tmp_path / "both")
+    adapted.save_pretrained(tmp_path / "both")
+    adapted.peft_config["default"].base_model_name_or_path = str(folder)
+    adapted.save_pretrained(tmp_path / "alone")
+    alone = str(tmp_path / "alone")
+    for name, loading in ((alone, Loading()), (str(tmp_path / "both"), Loading()),
+                          (str(folder), Loading(adapters=(alone,)))):  # fmt: skip
+        opened: Any = open_model(name, loading)
+        found = sinklab.measure(opened.module, tokens)
+        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+        assert any("is applied (lora, rank 4, on k_proj, q_proj)" in note for note in opened.notes)
+    twice: Any = open_model(str(folder), Loading(adapters=(alone, alone)))
+    merged: Any = adapted.merge_and_unload()
+    once = load_pretrained(str(folder)).model.state_dict()
+    with torch.no_grad():  # two adapters add their changes
+        for name, weight in merged.named_parameters():
+            weight.add_(weight - once[name])
+    assert sinklab.measure(twice.module, tokens).loss == pytest.approx(sinklab.measure(merged, tokens).loss, rel=1e-5)
