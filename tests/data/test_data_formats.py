@@ -147,12 +147,12 @@ def test_the_text_of_a_row_is_found_under_the_keys_in_use(tmp_path: Path, row: d
     assert list(documents(str(path))) == [text]
 
 
-def test_a_conversation_in_parquet_has_no_fields_that_it_does_not_use(tmp_path: Path) -> None:
+def test_a_message_in_parquet_has_null_where_it_lacks_a_field(tmp_path: Path) -> None:
     path = tmp_path / "chats.parquet"
     path.write_bytes(parquet([{"messages": [USER, CALL]}, {"messages": [USER, ANSWER]}]))
     found = [messages for messages, _ in read_conversations(path)]
     assert [[one["content"] for one in messages] for messages in found] == [["Hi", None], ["Hi", "Hello"]]
-    assert found[1][1]["tool_calls"] is None  # as `render_chat` leaves out
+    assert found[1][1]["tool_calls"] is None  # `render_chat` leaves it out
 
 
 @pytest.mark.parametrize(

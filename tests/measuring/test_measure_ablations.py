@@ -259,7 +259,7 @@ def test_positions_are_swapped_for_the_measurement_which_says_so(tmp_path: Path,
         ),
     )
     plain = measure_model(str(folder), None, Request(options=Options(inputs="repeat"), sequences=4, length=12))
-    assert measured.notes == ["the learned positions 1 and 5 were swapped"]
+    assert measured.notes[0] == "the learned positions 1 and 5 were swapped"
     assert measured.loss != plain.loss
     assert len(measured.ablations or []) == 1
     with pytest.raises(InputError, match="--swap-position 20 1: sequences of 12 tokens have no position 20"):

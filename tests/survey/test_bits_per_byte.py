@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from chat_templates import template_tokenizer, trained_backend
 from rich.console import Console
 from tiny_models import WORDS, text_file, tiny_model
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -70,6 +71,17 @@ def test_the_bytes_of_all_tokens_are_those_of_the_text_wherever_it_is_cut(tmp_pa
         assert sum(found.sizes) == len(text.encode())
         assert min(found.sizes) >= 0
         assert [*found[:3].sizes, *found[3:].sizes] == list(found.sizes)
+
+
+def test_spaces_that_a_tokenizer_adds_after_special_tokens_are_no_text() -> None:
+    tokenizer = template_tokenizer(trained_backend("metaspace"), "<s>", "")
+    text = "<s>The cat </s>sat on<|end|> the mat."
+    found = spelled(tokenizer)(text)
+    tokens = tokenizer.convert_ids_to_tokens(list(found.ids))
+    assert [token for token in tokens if token in ("<s>", "</s>", "<|end|>")] == ["<s>", "</s>", "<|end|>"]
+    assert all(tokens[at].startswith("▁") for at in (1, tokens.index("</s>") + 1))
+    assert min(found.sizes) >= 0
+    assert sum(found.sizes) == len(text)
 
 
 def test_from_where_a_tokenizer_leaves_something_out_nothing_is_claimed(data_dir: Path) -> None:

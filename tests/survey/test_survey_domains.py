@@ -137,6 +137,14 @@ def test_a_note_says_how_the_sequences_were_taken_from_the_files_of_a_folder(
     assert f"the sequences {how} the 3 files of {texts}" in notes
 
 
+def test_files_that_are_no_domain_are_named(model: str, texts: Path) -> None:
+    (texts / "README.md").write_text("# Texts\n")
+    said: list[str] = []
+    domains = measure_domains(model, texts, SMALL, observe=lambda event: said.append(event.text))
+    assert list(domains.outcome.measured) == ["alpha", "beta", "small"]
+    assert f"not read in {texts}: README.md" in said
+
+
 def test_domains_are_named_by_their_paths(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b/a.jsonl", "c.txt", "c.jsonl"):
         text_file(tmp_path / name)

@@ -4,9 +4,9 @@ from functools import cache, partial
 from pathlib import Path, PurePosixPath
 
 from sinklab.data.sources.rows import without_kind
-from sinklab.data.sources.textfiles import text_files
+from sinklab.data.sources.textfiles import notes_on_folder, text_files
 from sinklab.errors import InputError
-from sinklab.jobs.progress import Observer, ignore
+from sinklab.jobs.progress import JobEvent, Observer, ignore
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, name_in_results
@@ -56,6 +56,8 @@ def measure_domains(
         Item(name, deciding_request(model, Path(model), text_hash(file), loading, request), partial(measure, file))
         for name, file in domain_files(folder).items()
     ]
+    for note in notes_on_folder(folder):
+        observe(JobEvent("noted", text=note))
     header = {"model": name_in_results(model, loading.subfolder), "text": str(folder)}
     result_of = partial(Survey, DomainsDocument, header, lambda _, measured: measured.document())
     domains = measure_all(items, result_of, out, DomainsDocument.file, observe, prepare=lambda _: opened())
