@@ -69,7 +69,8 @@ def apply_adapters(model: "PreTrainedModel", base: str, adapters: Sequence[str])
                 raise InputError(f"the adapter {adapter} could not be applied to {base}: {cause(error)}") from error
     if len(names) > 1:
         layer_class: Any = import_module("peft.tuners.tuners_utils").BaseTunerLayer
-        for module in model.modules():  # as transformers' set_adapter, which refuses versions of peft that load fine
+        modules: Any = model.modules()
+        for module in modules:  # as transformers' set_adapter, which refuses versions of peft that load fine
             if isinstance(module, layer_class):
                 module.set_adapter(names)
     return [_note(model, name, adapter) for name, adapter in zip(names, adapters, strict=True)]
