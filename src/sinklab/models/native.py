@@ -285,8 +285,16 @@ class NativeAdapter:
         )
 
     @contextmanager
-    def intercepted(self, compute: Compute, edit: Edit = lambda layer: layer) -> Iterator[None]:
-        """Edit every attention call in the `with` block, then compute its output (see `intercept`)."""
+    def intercepted(
+        self, compute: Compute, edit: Edit = lambda layer: layer, unchanged: bool = False
+    ) -> Iterator[None]:
+        """Edit every attention call in the `with` block, then compute its output (see `intercept`).
+
+        With `unchanged`, the attention functions of a Hugging Face model are called instead of sinklab's, so that the
+        output of an unedited call remains the same bit for bit. This also holds for functions that are not
+        transformers' own. A forward pass then raises SinklabError if a function does not compute softmax attention. A
+        sinklab transformer computes the same output in any case.
+        """
         config = self.module.config
 
         def through(attention: Attention, index: int, shift: ShiftRope | None, layer: LayerCall) -> Tensor:

@@ -91,13 +91,17 @@ def probe(model: PreTrainedModel) -> Iterator[Recorder]:
     """
     check_causal_lm(model)
     adapter = NativeAdapter(cast("Transformer", model.transformer)) if is_exported(model) else adapt(model)
-    with adapter_records(model, adapter, (), None) as watch, generating(model, watch):
+    with adapter_records(model, adapter, (), None, unchanged=True) as watch, generating(model, watch):
         yield watch
 
 
 @contextmanager
 def adapter_records(
-    model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int], details: DetailsCollector | None
+    model: PreTrainedModel,
+    adapter: Adapter,
+    lengths: Sequence[int],
+    details: DetailsCollector | None,
+    unchanged: bool = False,
 ) -> Iterator[Recorder]:
     """Record attention as `probe` does, with the same errors; `model.generate` is not changed.
 
@@ -107,8 +111,10 @@ def adapter_records(
         lengths: increasing lengths. The importance of the sequences truncated to each of them is recorded too. Forward
             passes must then have whole sequences of at least the last length, without padding and without gradients.
         details: collector that also receives every layer, in forward passes of whole sequences.
+        unchanged: whether the model's own attention functions are called, so that forward passes remain the same bit
+            for bit. Models that bypass transformers' attention interface compute eager attention in any case.
     """
     with probed_alone(model):
-        recording = call_records(model, adapter, lengths, details) if adapter.dispatches else None
+        recording = call_records(model, adapter, lengths, details, unchanged) if adapter.dispatches else None
         with recording or matrix_records(model, lengths, details) as watch:
             yield watch

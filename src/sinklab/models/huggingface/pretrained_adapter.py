@@ -36,12 +36,13 @@ from sinklab.models.hooks import (
     replaced_inputs,
 )
 from sinklab.models.huggingface import anatomy
+from sinklab.models.huggingface.attention_functions import foreign_attention
 from sinklab.models.huggingface.attention_inputs import attention_modules
 from sinklab.models.huggingface.forward_call import CACHE, named_arguments
 from sinklab.models.huggingface.gates import GateLayout, find_gates
 from sinklab.models.huggingface.gguf import weights_quantised
 from sinklab.models.huggingface.hidden_keys import HiddenKeys
-from sinklab.models.huggingface.interface import attention_computed_by
+from sinklab.models.huggingface.interface import OwnAttention, attention_computed_by
 from sinklab.models.huggingface.piecewise_loss import fixed_output, forward_loss, has_piecewise_logits
 from sinklab.models.intercept import Compute, Edit
 from sinklab.models.layer_kinds import ranges_text
@@ -396,12 +397,20 @@ class HuggingFaceAdapter:
         )
 
     @contextmanager
-    def intercepted(self, compute: Compute, edit: Edit = lambda layer: layer) -> Iterator[None]:
-        shift, calls = shift_rope(self.module), 0
+    def intercepted(
+        self, compute: Compute, edit: Edit = lambda layer: layer, unchanged: bool = False
+    ) -> Iterator[None]:
+        shift, calls, own_attention = shift_rope(self.module), 0, None
 
         def entering(*_: Any) -> None:
             nonlocal calls
             calls = 0
+            if own_attention is not None:
+                own_attention.begin()
+
+        def leaving(output: Any) -> None:
+            if own_attention is not None and output is not None:
+                own_attention.end()
 
         def attention(_: nn.Module, layer: LayerCall) -> Tensor:
             nonlocal calls
@@ -409,8 +418,13 @@ class HuggingFaceAdapter:
             own = None if calls in self._unmoved else shift
             return compute(edit(dataclasses.replace(layer, index=calls, shift_rope=own)))
 
-        handles = forward_pass_hooks({self.module, self.module.base_model}, entering)
-        with hooked(handles), attention_computed_by(self.module, attention):
+        if unchanged or foreign_attention(self.module):
+            own_attention = OwnAttention(self.module, attention)
+        handles = forward_pass_hooks({self.module, self.module.base_model}, entering, leaving)
+        with (
+            hooked(handles),
+            attention_computed_by(self.module, attention) if own_attention is None else own_attention.installed(),
+        ):
             yield
 
 
