@@ -146,6 +146,17 @@ class NativeAdapter:
         """Return notes on the model, shown with results besides `kinds.notes()`; empty for sinklab transformers."""
         return []
 
+    def check_causal(self, tokens_T: Tensor | None = None) -> None:
+        """Check that no token attends to later ones; a sinklab transformer does so only in the prefix of its mask.
+
+        Args:
+            tokens_T: tokens on which a Hugging Face model is run, of which the first 8 are used; None for any tokens.
+
+        Raises:
+            SinklabError: if a later token changes the output of a Hugging Face model at an earlier one, or its
+                attention function does not compute softmax attention.
+        """
+
     def inseparable(self) -> str | None:
         """Return the reason why attention calls cannot be edited or replaced; None if they can be.
 

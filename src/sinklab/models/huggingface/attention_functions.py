@@ -77,7 +77,7 @@ def attention_observed(model: PreTrainedModel, observe: Observer) -> Iterator[No
 
 
 def foreign_attention(model: PreTrainedModel) -> str | None:
-    """Return the name of an attention implementation of the model that is not transformers' own; None if all are."""
+    """Return the name of an attention function of the model that is not transformers' own; None if all are."""
     return next((name for functions, name in _places(model) if not _is_of_transformers(functions[name])), None)
 
 
@@ -106,10 +106,10 @@ def _places(model: PreTrainedModel) -> list[tuple[Functions, str]]:
 
 
 def _is_of_transformers(function: Any) -> bool:
-    """Return True if the code of the function is transformers' own, whatever name and attributes it was given."""
+    """Return True if the code of the function is that of transformers, or of sinklab, whatever its name is."""
     while isinstance(function, _Observed | partial):
         function = function.original if isinstance(function, _Observed) else function.func
-    return str(getattr(function, "__globals__", {}).get("__name__", "")).startswith("transformers.")
+    return str(getattr(function, "__globals__", {}).get("__name__", "")).startswith(("transformers.", "sinklab."))
 
 
 class OwnMasks:
@@ -254,6 +254,7 @@ def _tolerance(layer: LayerCall, given_BHTV: Tensor) -> float:
     """Return the relative difference attributed to rounding: the square root of the coarsest epsilon."""
     tensors = (layer.call.q_BHTD, layer.call.k_BGTD, layer.value_BGSV, given_BHTV)
     eps, device = max(torch.finfo(x.dtype).eps for x in tensors), given_BHTV.device.type
+    eps = max(eps, torch.finfo(torch.float32).eps)  # eager attention computes the softmax in float32
     if torch.is_autocast_enabled(device):
         eps = max(eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
     if torch.get_float32_matmul_precision() != "highest":

@@ -48,6 +48,7 @@ from sinklab.models.huggingface.attention_functions import (
 )
 
 SOFTMAX = Softmax()
+ARGUMENTS = ("query", "key", "value", "attention_mask")  # of an attention function, after the module
 _numbers = itertools.count()
 
 
@@ -210,23 +211,15 @@ class OwnAttention:
         """
         return attention_observed(self._model, self._called)
 
-    def _called(
-        self,
-        function: AttentionFunction,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        *args: Any,
-        **options: Any,
-    ) -> tuple[Tensor, Any]:
+    def _called(self, function: AttentionFunction, module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Any]:
         """Return the result of a call of the model's attention function.
 
         The calls of activation checkpointing, which repeats the forward pass in the backward pass, are not read.
         """
         if type(module).__name__.endswith(DEPTH_ATTENTION) or torch._C._current_graph_task_id() != -1:
-            return function(module, query, key, value, mask, *args, **options)
+            return function(module, *args, **options)
+        given = dict(zip(ARGUMENTS, args, strict=False)) | options
+        query, key, value, mask = (given.pop(name, None) for name in ARGUMENTS)
         (B, H, T, _), V = query.shape, value.shape[-1]
 
         def by_head(result: tuple[Tensor, Any]) -> Tensor:
@@ -234,7 +227,7 @@ class OwnAttention:
 
         @cache
         def own() -> tuple[tuple[Tensor, Any], Tensor]:
-            result = function(module, query, key, value, mask, *args, **options)
+            result = function(module, *args, **options)
             return result, by_head(result)
 
         def output() -> Tensor:
@@ -243,10 +236,10 @@ class OwnAttention:
         @torch.no_grad()
         def without_dropout() -> Tensor:
             with torch.random.fork_rng([query.device] if query.is_cuda else []):
-                return by_head(function(module, query, key, value, mask, *args, **{**options, "dropout": 0.0}))
+                return by_head(function(module, *args, **{**options, "dropout": 0.0}))
 
-        converted = self._masks.convert(mask, query, key, options.get("sliding_window"))
-        layer = read_call(module, query, key, value, converted, *args, **options)
+        converted = self._masks.convert(mask, query, key, given.get("sliding_window"))
+        layer = read_call(module, query, key, value, converted, **given)
         layer = replace(layer, library=LibraryKernel(implementation_of(module), output, fixed=True))
         self._check.compare(module, layer, output, without_dropout if options.get("dropout") else output)
         out_BHTV = self._compute(module, layer)
