@@ -262,10 +262,11 @@ def call_records(
     Only with `unchanged`, forward passes remain the same bit for bit.
     """
     records = CallRecords(model, adapter, lengths, details)
-    watching = (
-        model.register_forward_pre_hook(records.entering, with_kwargs=True),
-        model.register_forward_hook(records.leaving),
-    )
-    with hooked(watching), intercept(adapter, observe=records.observe, unchanged=unchanged) as use:
+    with intercept(adapter, observe=records.observe, unchanged=unchanged) as use:  # its hook may refuse the pass first
         records.backends = {str(adapter.cores[0].backend)} if isinstance(adapter, NativeAdapter) else use.backends
-        yield records
+        watching = (
+            model.register_forward_pre_hook(records.entering, with_kwargs=True),
+            model.register_forward_hook(records.leaving),
+        )
+        with hooked(watching):
+            yield records

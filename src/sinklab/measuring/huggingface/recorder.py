@@ -63,9 +63,9 @@ class Recorder(ABC):
     def layers(self) -> list[LayerRecord]:
         """Records of all sequences, one per attention layer in call order; empty before the first pass.
 
-        Values past the end of a sequence are 0.
+        Values past the end of a sequence are 0. The sequences of a pass that failed are left out.
         """
-        batches = [layers for layers in (*self._done, self._latest()) if layers]
+        batches = [layers for layers in (*self._done, self._latest() if self._whole else []) if layers]
         return [_joined(parts) for parts in zip(*batches, strict=True)]
 
     def clear(self) -> None:
