@@ -137,11 +137,12 @@ class OwnMasks:
         """
         at = (id(mask), query.shape[2], key.shape[2], window)
         if at not in self._converted:  # with the mask itself, so that its id remains unique
-            self._converted[at] = (mask, _as_for_sdpa(mask, query.shape[2], key.shape[2], window, query.device))
+            self._converted[at] = (mask, as_for_sdpa(mask, query.shape[2], key.shape[2], window, query.device))
         return self._converted[at][1]
 
 
-def _as_for_sdpa(mask: Any, T: int, S: int, window: int | None, device: torch.device) -> Tensor | None:
+def as_for_sdpa(mask: Any, T: int, S: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Convert a mask for T queries and S keys; see `OwnMasks`."""
     causal_TS = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
     if isinstance(mask, BlockMask):
         rows, heads = mask.shape[:2]
