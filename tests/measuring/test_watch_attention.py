@@ -1,6 +1,7 @@
 """Attention of modules that users write is measured as that of the same model in transformers."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import transformers as hf
 from families import family_tokens
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
+from transformers.masking_utils import eager_mask
 
 import sinklab
 from sinklab.errors import InputError, SinklabError
@@ -270,6 +272,52 @@ def test_record_attention_does_nothing_outside_and_functions_are_restored() -> N
     assert F.scaled_dot_product_attention is before
     with pytest.raises(SinklabError, match="no forward pass was recorded"):
         watch.measurement()
+
+
+def test_the_code_of_the_how_to_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parents[2] / "docs/howto_attention.md"
+    for_sdpa, by_weights, by_queries, registered = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.S)
+    names: dict[str, Any] = {"model": nano_gpt(fused), "tokens": TOKENS, "torch": torch, "sinklab": sinklab}
+    exec(for_sdpa, names)
+    assert re.fullmatch(r"Sink_1: \d+\.\d %\ntensor\(\[.+\].*\)\n", capsys.readouterr().out, re.S)
+    expected = names["watch"].layers
+    exec(by_weights, names)
+    with sinklab.watch_attention(nano_gpt(names["attend"])) as watch:
+        names["model"](TOKENS)
+    assert watch.layers == []
+    model = nano_gpt(names["attend"])
+    with sinklab.watch_attention(model) as watch:
+        model(TOKENS)
+    for one, other in zip(watch.layers, expected, strict=True):
+        torch.testing.assert_close(one.importance_BHT, other.importance_BHT)
+
+    def my_kernel(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        at = torch.arange(q.shape[2])
+        z = causal_scores(q, k) - slopes.view(-1, 1, 1) * (at[:, None] - at)
+        kept.append(z.softmax(-1))
+        return kept[-1] @ v
+
+    kept: list[Tensor] = []
+    names["my_kernel"] = my_kernel
+    exec(by_queries, names)
+    model = nano_gpt(names["attend"])
+    with sinklab.watch_attention(model) as watch:
+        model(TOKENS)
+    for layer, weights in zip(watch.layers, kept, strict=True):
+        alpha = weights.sum(2) / torch.arange(TOKENS.shape[1], 0, -1)
+        torch.testing.assert_close(layer.importance_BHT, alpha)
+    for interface in (hf.AttentionInterface, hf.AttentionMaskInterface):
+        monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
+        names[interface.__name__] = interface
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = hf.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    names |= {"model": hf.LlamaForCausalLM(config).eval(), "eager_mask": eager_mask}
+    exec(registered, names)
+    measured = names["watch"].measurement()
+    assert (measured.layers, measured.proxy) == (2, True)
+    with pytest.raises(SinklabError, match="'mine' does not compute softmax attention"):
+        sinklab.measure(names["model"], TOKENS)
 
 
 def bidirectional(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -74,6 +74,10 @@ def probe(model: PreTrainedModel) -> Iterator[Recorder]:
     pass with tokens appended, extends their records. A model that bypasses transformers' attention interface
     (matrix_records.py) supports no KV cache: call `generate` with `use_cache=False`.
 
+    Forward passes remain the same bit for bit, in training too: the model's own attention functions are called. The
+    attention weights are computed from their queries, keys and mask, and their outputs are compared with those of
+    softmax attention. Only a model that bypasses the interface computes eager attention instead of its own.
+
     The model, its configs and its hooks are restored afterwards, also after an exception. Padding, which is passed as
     an `attention_mask` of shape (sequences, positions), is excluded. So are the tokens that `model.generate` appends
     after the end of a sequence.
@@ -82,8 +86,8 @@ def probe(model: PreTrainedModel) -> Iterator[Recorder]:
         model: Hugging Face causal language model, or an exported sinklab model.
 
     Raises:
-        SinklabError: if another thread probes the model. In a forward pass, if the attention of some layer cannot be
-            recorded, only a submodule was called, or the KV cache was started before the probe, was cropped or
+        SinklabError: if another thread probes the model. In a forward pass, if an attention function does not compute
+            softmax attention (then use `watch_attention`), the attention of some layer cannot be recorded, only a submodule was called, or the KV cache was started before the probe, was cropped or
             reordered, or is not supported (static; matrix_records.py). In `generate`, if the generation mode is not
             supported.
         InputError: if the model is not a Hugging Face model or its weights are on the meta device. In a forward pass,
