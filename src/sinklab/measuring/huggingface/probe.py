@@ -87,9 +87,9 @@ def probe(model: PreTrainedModel) -> Iterator[Recorder]:
 
     Raises:
         SinklabError: if another thread probes the model. In a forward pass, if an attention function does not compute
-            softmax attention (then use `watch_attention`), the attention of some layer cannot be recorded, only a submodule was called, or the KV cache was started before the probe, was cropped or
-            reordered, or is not supported (static; matrix_records.py). In `generate`, if the generation mode is not
-            supported.
+            softmax attention (then use `watch_attention`), the attention of some layer cannot be recorded, only a
+            submodule was called, or the KV cache was started before the probe, was cropped or reordered, or is not
+            supported (static; matrix_records.py). In `generate`, if the generation mode is not supported.
         InputError: if the model is not a Hugging Face model or its weights are on the meta device. In a forward pass,
             if the attention mask is not a padding mask.
     """

@@ -32,8 +32,8 @@ EAGER_FUNCTION = "eager_attention_forward"  # suffix of the function's name in t
 ROWS = 4  # last queries whose outputs are compared in every forward pass
 FLOOR = 1e-3  # of the root mean square of the values: outputs of a head below it count as this size
 
-AttentionFunction = Callable[..., tuple[Tensor, Any]]
-Observer = Callable[..., tuple[Tensor, Any]]  # (function, module, *args, **options) -> result of the call
+OwnFunction = Callable[..., tuple[Tensor, Any]]
+CallObserver = Callable[..., tuple[Tensor, Any]]  # (function, module, *args, **options) -> result of the call
 Functions = dict[str, Any]  # attention functions by name: a registry, or the globals of a file
 
 _lock = threading.Lock()
@@ -42,10 +42,10 @@ _lock = threading.Lock()
 class _Observed:
     """An attention function with observers, each for the modules of one model."""
 
-    def __init__(self, original: AttentionFunction) -> None:
+    def __init__(self, original: OwnFunction) -> None:
         update_wrapper(self, original)
         self.original = original
-        self.observers: list[tuple[set[nn.Module], Observer]] = []
+        self.observers: list[tuple[set[nn.Module], CallObserver]] = []
 
     def __call__(self, module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Any]:
         function = self.original
@@ -56,7 +56,7 @@ class _Observed:
 
 
 @contextmanager
-def attention_observed(model: PreTrainedModel, observe: Observer) -> Iterator[None]:
+def attention_observed(model: PreTrainedModel, observe: CallObserver) -> Iterator[None]:
     """Call `observe` instead of the model's attention function, which it receives, in the `with` block."""
     mine = (set(model.modules()), observe)
     observed: list[tuple[Functions, str, _Observed]] = []

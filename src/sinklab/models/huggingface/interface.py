@@ -40,7 +40,7 @@ from sinklab.errors import SinklabError
 from sinklab.models.families import DEPTH_ATTENTION, SELECTED, SELECTED_BLOCKS
 from sinklab.models.huggingface.anatomy import attention_implementation
 from sinklab.models.huggingface.attention_functions import (
-    AttentionFunction,
+    OwnFunction,
     OwnMasks,
     SoftmaxCheck,
     attention_observed,
@@ -211,7 +211,7 @@ class OwnAttention:
         """
         return attention_observed(self._model, self._called)
 
-    def _called(self, function: AttentionFunction, module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Any]:
+    def _called(self, function: OwnFunction, module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Any]:
         """Return the result of a call of the model's attention function.
 
         The calls of activation checkpointing, which repeats the forward pass in the backward pass, are not read.
