@@ -5,6 +5,8 @@
     with sinklab.probe(model) as watch:              # record the forward passes of a Hugging Face model
         model.generate(...)
     watch.layers[0].importance_BHT                   # alpha of the first attention layer, (batch, head, position)
+    with sinklab.watch_attention(module) as watch:   # the same for any PyTorch module
+        module(tokens)
 
     sinklab.Measurement.load("runs/m")               # the result of `sinklab measure --out runs/m`
     Trainer(.., callbacks=[sinklab.SinkCallback(tokens)])     # measure at every evaluation, with transformers or trl
@@ -24,9 +26,10 @@ if TYPE_CHECKING:
     from sinklab.measuring.huggingface.callback import SinkCallback
     from sinklab.measuring.huggingface.probe import probe
     from sinklab.measuring.measurement import Measurement
+    from sinklab.measuring.watch_attention import record_attention, watch_attention
 
 __version__ = "0.2.0"
-__all__ = ["Measurement", "SinkCallback", "measure", "probe", "register"]
+__all__ = ["Measurement", "SinkCallback", "measure", "probe", "record_attention", "register", "watch_attention"]
 
 
 _MODULES = {
@@ -34,6 +37,8 @@ _MODULES = {
     "probe": "sinklab.measuring.huggingface.probe",
     "SinkCallback": "sinklab.measuring.huggingface.callback",
     "Measurement": "sinklab.measuring.measurement",
+    "watch_attention": "sinklab.measuring.watch_attention",
+    "record_attention": "sinklab.measuring.watch_attention",
 }
 
 

@@ -107,9 +107,11 @@ def open_separable(name: str, loading: Loading) -> Model:
     """Load a model, and check that its attention can be edited.
 
     Raises:
-        InputError, SinklabError: see `open_model`; InputError also if the attention cannot be edited.
+        InputError, SinklabError: see `open_model` and `Adapter.check_causal`; InputError also if the attention cannot
+            be edited.
     """
     model = open_model(name, loading)
+    model.adapter.check_causal()
     if why := model.adapter.inseparable():
         raise InputError(f"{name} cannot be assessed: {why}")
     return model

@@ -29,12 +29,15 @@ class LibraryKernel(NamedTuple):
 
     Attributes:
         name: "sdpa" for the SDPA attention of transformers; "chunked" or "flex" for sinklab's backend, which is used
-            for models with a softcap or sink logits.
+            for models with a softcap or sink logits; the name of the model's own implementation if that is called.
         output: function that computes the attention output, (B, H, T, V).
+        fixed: True if the output of an unedited call must be that of `output`, not another one that equals it up to
+            rounding.
     """
 
     name: str
     output: Callable[[], Tensor]
+    fixed: bool = False
 
 
 @dataclass(frozen=True)

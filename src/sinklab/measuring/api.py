@@ -80,9 +80,10 @@ def measure(
     Raises:
         InputError: if the model, the tokens, the mask or another argument is invalid, or an argument is not supported
             for this model or with padding.
-        SinklabError: if attention or hidden states cannot be recorded, another thread probes or intercepts the model,
-            an ablation or `perturb` is impossible in this model, activations or gradients contain NaN or infinity (the
-            message names the layer), the loss is NaN or infinite, or a single sequence does not fit into memory.
+        SinklabError: if the model is not causal, its attention function does not compute softmax attention, attention
+            or hidden states cannot be recorded, another thread probes or intercepts the model, an ablation or `perturb`
+            is impossible in this model, activations or gradients contain NaN or infinity (the message names the layer),
+            the loss is NaN or infinite, or a single sequence does not fit into memory.
     """
     model = unwrapped(model)
     adapter = adapt(model)

@@ -49,6 +49,7 @@ def measure(
     *,
     attention_mask_NT: Tensor | None = None,
     progress: Progress | None = None,
+    trial: bool = True,
 ) -> Measurement:
     """Measure the sinks, norms and loss of a model on the given tokens; return a `Measurement`.
 
@@ -60,13 +61,14 @@ def measure(
         attention_mask_NT: 1 at real tokens, 0 at padding (left or right); None if there is no padding. Position 1 is
             the first real token of each sequence; padding is excluded from all statistics.
         progress: called with (finished sequences, possibly fractional; total sequences) after every block and batch.
+        trial: whether a Hugging Face model is first run on a few tokens to check that it is causal (`check_causal`).
 
     Raises:
         InputError: if the tokens, mask or options are invalid for this model, or gradients are requested from a model
             that does not support them (gradients.py).
-        SinklabError: if attention or hidden states cannot be recorded, another thread probes or intercepts the model,
-            activations or gradients contain NaN or infinity (the message names the layer), the loss is NaN or infinite,
-            or a single sequence does not fit into memory.
+        SinklabError: see `check_causal`; also if attention or hidden states cannot be recorded, another thread probes
+            or intercepts the model, activations or gradients contain NaN or infinity (the message names the layer), the
+            loss is NaN or infinite, or a single sequence does not fit into memory.
     """
     tokens_NT = tokens_NT.cpu()  # each check on the GPU would synchronise it
     mask_NT = torch.ones_like(tokens_NT) if attention_mask_NT is None else attention_mask_NT.cpu()
@@ -84,6 +86,8 @@ def measure(
         options.check_maps(adapter.attention_layers, adapter.heads)
     heads = explored_heads(adapter, options.maps) if options.explore else None
     adapter.check(tokens_NT, longest, options.lengths)
+    if trial:
+        adapter.check_causal(tokens_NT[0, mask_NT[0].bool()])
     if options.gradients:
         if not adapter.has_head:
             raise InputError("the gradients are those of the loss, and the model has no LM head: leave them out")

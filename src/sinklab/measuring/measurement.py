@@ -136,7 +136,8 @@ class Measurement(WithArrays):
         hidden_norm: l2 norm of the residual stream, mean over sequences (M, T); None if blocks cannot be found.
         gradient_norm: norm of the gradient of the mean loss with respect to the attention input (L, T); None unless
             requested.
-        key_norm, value_norm: l2 norm of keys and values, mean over sequences and KV heads (L, T).
+        key_norm, value_norm: l2 norm of keys and values, mean over sequences and KV heads (L, T); None if
+            `record_attention` was not given them.
     """
 
     model_config = ConfigDict(populate_by_name=True)
@@ -196,8 +197,8 @@ class Measurement(WithArrays):
     row_sums: Annotated[ArrayOrNone, Axes("LH")] = None
     dormant: Annotated[ArrayOrNone, Axes("LH")] = None
     hidden_norm: Annotated[ArrayOrNone, Axes("MT")] = None
-    key_norm: Annotated[Array, Axes("LT")]
-    value_norm: Annotated[Array, Axes("LT")]
+    key_norm: Annotated[ArrayOrNone, Axes("LT")] = None
+    value_norm: Annotated[ArrayOrNone, Axes("LT")] = None
     gradient_norm: Annotated[ArrayOrNone, Axes("LT")] = None
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sinklab.attention.layer_call import LayerCall
@@ -13,7 +14,7 @@ from sinklab.attention.masks import Window, WrappedMask
 from sinklab.attention.real_tokens import RealTokens
 from sinklab.device import on_host
 from sinklab.errors import SinklabError
-from sinklab.measuring.mask_coverage import View, view_of
+from sinklab.measuring.mask_coverage import View, joined, view_of
 from sinklab.measuring.statistics.collecting import BatchDetails, DetailsCollector
 from sinklab.measuring.statistics.statistic_base import Angles
 from sinklab.models.hooks import token_norms
@@ -31,7 +32,8 @@ class LayerRecord:
 
     Attributes:
         importance_BHT: importance alpha of each key, float32 (float64 for a float64 model); 0 past the sequence end.
-        key_norm_BT, value_norm_BT: l2 norms of keys and values, mean over KV heads.
+        key_norm_BT, value_norm_BT: l2 norms of keys and values, mean over KV heads; None if `record_attention` was not
+            given them.
         bias_BH: attention to everything outside the sequence, mean over queries and summed over an added bias, a sink
             logit, the remainder of stick-breaking, and a sink token or registers. None if the layer has none of these.
         visible_BHT: mean attention to each key over the queries that may see it; None if these are the queries t >= k
@@ -48,8 +50,8 @@ class LayerRecord:
     """
 
     importance_BHT: Tensor
-    key_norm_BT: Tensor
-    value_norm_BT: Tensor
+    key_norm_BT: Tensor | None = None
+    value_norm_BT: Tensor | None = None
     bias_BH: Tensor | None = None
     visible_BHT: Tensor | None = None
     row_sums_BH: Tensor | None = None
@@ -75,6 +77,16 @@ def combined(records: Sequence[LayerRecord], combine: Callable[[list[Tensor]], T
         found["visible_BHT"] = [one.importance_BHT if one.visible_BHT is None else one.visible_BHT for one in records]
     prefixes = tuple(combine(list(parts)) for parts in zip(*(one.prefixes for one in records), strict=True))
     return {name: combine(parts) for name, parts in found.items() if parts} | {"prefixes": prefixes}
+
+
+def end_to_end(records: Sequence[LayerRecord]) -> LayerRecord:
+    """Concatenate records of one layer along the axis of sequences; shorter sequences are padded with 0."""
+
+    def padded(tensors: Sequence[Tensor]) -> Tensor:
+        longest = max(x.shape[-1] for x in tensors)
+        return torch.cat([F.pad(x, (0, longest - x.shape[-1])) for x in tensors])
+
+    return LayerRecord(**combined(records, padded), view=joined(record.view for record in records))
 
 
 @dataclass(frozen=True)
@@ -184,29 +196,30 @@ class NativeRecords:
     def observe(self, layer: LayerCall) -> None:
         """Append the record of one attention call to `layers`, and pass the call to the details collector, if any."""
         layer = layer.exact()
-        q_BHTD, k_BGSD, v_BGSD = layer.call.q_BHTD, layer.call.k_BGTD, layer.value_BGSV
-        alpha = layer.importance()
-        key_BT, value_BT = (token_norms(x[:, :, layer.leading :]).mean(1) for x in (k_BGSD, v_BGSD))
+        q_BHTD, k_BGSD = layer.call.q_BHTD, layer.call.k_BGTD
         cut = (layer.cut(layer.leading + length).importance().positions_BHT for length in self._lengths)
-        later_T = torch.arange(alpha.positions_BHT.shape[-1], 0, -1)
-        self.layers.append(
-            LayerRecord(
-                importance_BHT=alpha.positions_BHT,
-                key_norm_BT=key_BT,
-                value_norm_BT=value_BT,
-                bias_BH=alpha.bias_BH,
-                visible_BHT=alpha.visible_BHT,
-                row_sums_BH=alpha.row_sums_BH,
-                registers_BHN=alpha.registers_BHN,
-                dormant_BH=_dormant(layer) if self._dormant else None,
-                window_start_BH=_window_start(layer),
-                view=None if alpha.visible_BHT is None else view_of(alpha.seen_by_BGT, later_T),
-                prefixes=tuple(cut),
-            )
-        )
+        found = replace(record_of(layer), window_start_BH=_window_start(layer), prefixes=tuple(cut))
+        self.layers.append(replace(found, dormant_BH=_dormant(layer)) if self._dormant else found)
         if self._details is not None:
-            self._details.values(v_BGSD)
+            self._details.values(layer.value_BGSV)
             self._details.attention(layer.rows(), q_BHTD.shape[1], Angles(q_BHTD, k_BGSD, layer.call.mask))
+
+
+def record_of(layer: LayerCall) -> LayerRecord:
+    """Return the record of an attention call of whole sequences without padding, in float32 (`LayerCall.exact`)."""
+    alpha = layer.importance()
+    key_BT, value_BT = (token_norms(x[:, :, layer.leading :]).mean(1) for x in (layer.call.k_BGTD, layer.value_BGSV))
+    later_T = torch.arange(alpha.positions_BHT.shape[-1], 0, -1)
+    return LayerRecord(
+        importance_BHT=alpha.positions_BHT,
+        key_norm_BT=key_BT,
+        value_norm_BT=value_BT,
+        bias_BH=alpha.bias_BH,
+        visible_BHT=alpha.visible_BHT,
+        row_sums_BH=alpha.row_sums_BH,
+        registers_BHN=alpha.registers_BHN,
+        view=None if alpha.visible_BHT is None else view_of(alpha.seen_by_BGT, later_T),
+    )
 
 
 @contextmanager

@@ -7,6 +7,9 @@
 For each attention call, all edits run first. Then every observer is called once with the edited call. The output comes
 from the first of these that is available: `compute`; an observer that returns an output; `LayerCall.library` (unedited
 calls of Hugging Face models); the attention operation.
+
+With `unchanged`, and for a model with an attention function that is not transformers' own, the model's functions are
+called, and an observer's output is not used (`LibraryKernel.fixed`).
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +35,9 @@ class Interceptable(Protocol):
     @property
     def module(self) -> nn.Module: ...
 
-    def intercepted(self, compute: Compute, edit: Edit = ...) -> AbstractContextManager[None]: ...
+    def intercepted(
+        self, compute: Compute, edit: Edit = ..., unchanged: bool = ...
+    ) -> AbstractContextManager[None]: ...
 
 
 @dataclass(eq=False)
@@ -40,14 +45,15 @@ class Interception:
     """Functions of one use of `intercept`, and the backends that computed the attention.
 
     Attributes:
-        edit, compute, observe: arguments of `intercept`.
+        edit, compute, observe, unchanged: arguments of `intercept`.
         backends: backends that computed attention outputs: "compute" (the argument `compute`), "one pass" (an
-            observer), "sdpa" or "chunked" (`LayerCall.library`), "operation" (the attention operation).
+            observer), the name of `LayerCall.library`, "operation" (the attention operation).
     """
 
     edit: Edit | None = None
     compute: Compute | None = None
     observe: Observe | None = None
+    unchanged: bool = False
     backends: set[str] = field(default_factory=set)
 
 
@@ -57,6 +63,15 @@ class _Handler:
 
     uses: list[Interception] = field(default_factory=list)
     installed: ExitStack = field(default_factory=ExitStack)
+    unchanged: bool | None = None  # as installed
+
+    def install(self, adapter: Interceptable) -> None:
+        """Install the interception that the active uses need, if another one is installed."""
+        unchanged = all(use.unchanged for use in self.uses)
+        if unchanged != self.unchanged:
+            self.installed.close()
+            self.installed.enter_context(adapter.intercepted(self.output, self.edited, unchanged))
+            self.unchanged = unchanged
 
     def edited(self, layer: LayerCall) -> LayerCall:
         for use in self.uses:
@@ -66,10 +81,11 @@ class _Handler:
 
     def output(self, layer: LayerCall) -> Tensor:
         compute = next((use.compute for use in self.uses if use.compute is not None), None)
+        fixed = compute is not None or (layer.library is not None and layer.library.fixed)
         out: Tensor | None = None
         for use in self.uses:
             if use.observe is not None:
-                free = compute is None and out is None
+                free = not fixed and out is None
                 answer = use.observe(layer if free else replace(layer, library=None))
                 out = answer if free else out
         if compute is not None:
@@ -90,7 +106,12 @@ _handlers: WeakKeyDictionary[nn.Module, _Handler] = WeakKeyDictionary()
 
 @contextmanager
 def intercept(
-    adapter: Interceptable, *, edit: Edit | None = None, compute: Compute | None = None, observe: Observe | None = None
+    adapter: Interceptable,
+    *,
+    edit: Edit | None = None,
+    compute: Compute | None = None,
+    observe: Observe | None = None,
+    unchanged: bool = False,
 ) -> Iterator[Interception]:
     """Edit, compute or observe every attention call of a model inside the `with` block.
 
@@ -100,24 +121,25 @@ def intercept(
         edit: function that returns the call to use instead of the given one.
         compute: function that returns the attention output of a call, (B, H, T, V).
         observe: function that receives each edited call, and returns its attention output or None.
+        unchanged: if True, forward passes remain the same bit for bit, unless another use changes them.
 
     Raises:
-        SinklabError: if another thread probes, intercepts or changes this model, or another `compute` is active.
+        SinklabError: if another thread probes, intercepts or changes this model, or another `compute` is active. In a
+            forward pass, if the model's own attention function is called and does not compute softmax attention.
     """
-    use = Interception(edit, compute, observe)
+    use = Interception(edit, compute, observe, unchanged)
     with probed_alone(adapter.module):
-        handler = _handlers.get(adapter.module)
-        if handler is None:
-            handler = _Handler()
-            handler.installed.enter_context(adapter.intercepted(handler.output, handler.edited))
-            _handlers[adapter.module] = handler
+        handler = _handlers.setdefault(adapter.module, _Handler())
         if compute is not None and any(other.compute is not None for other in handler.uses):
             raise SinklabError("the attention of this model is already replaced: exit the other `intercept` first")
         handler.uses.append(use)
         try:
+            handler.install(adapter)
             yield use
         finally:
             handler.uses.remove(use)
-            if not handler.uses:
+            if handler.uses:
+                handler.install(adapter)
+            else:
                 del _handlers[adapter.module]
                 handler.installed.close()

@@ -147,6 +147,17 @@ class NativeAdapter:
         """Return notes on the model, shown with results besides `kinds.notes()`; empty for sinklab transformers."""
         return []
 
+    def check_causal(self, tokens_T: Tensor | None = None) -> None:
+        """Check that no token attends to later ones; a sinklab transformer does so only in the prefix of its mask.
+
+        Args:
+            tokens_T: tokens on which a Hugging Face model is run, of which the first 8 are used; None for any tokens.
+
+        Raises:
+            SinklabError: if a later token changes the output of a Hugging Face model at an earlier one, or its
+                attention function does not compute softmax attention.
+        """
+
     def inseparable(self) -> str | None:
         """Return the reason why attention calls cannot be edited or replaced; None if they can be.
 
@@ -286,8 +297,16 @@ class NativeAdapter:
         )
 
     @contextmanager
-    def intercepted(self, compute: Compute, edit: Edit = lambda layer: layer) -> Iterator[None]:
-        """Edit every attention call in the `with` block, then compute its output (see `intercept`)."""
+    def intercepted(
+        self, compute: Compute, edit: Edit = lambda layer: layer, unchanged: bool = False
+    ) -> Iterator[None]:
+        """Edit every attention call in the `with` block, then compute its output (see `intercept`).
+
+        With `unchanged`, the attention functions of a Hugging Face model are called instead of sinklab's, so that the
+        output of an unedited call remains the same bit for bit. This also holds for functions that are not
+        transformers' own. A forward pass then raises SinklabError if a function does not compute softmax attention. A
+        sinklab transformer computes the same output in any case.
+        """
         config = self.module.config
 
         def through(attention: Attention, index: int, shift: ShiftRope | None, layer: LayerCall) -> Tensor:

@@ -392,7 +392,7 @@ def chart(measurement: Measurement, what: str = "heads") -> Any:
         what: "heads", "layers", "positions" or "norms".
 
     Raises:
-        InputError: if `what` is none of these, or is "norms" for sequences of one token.
+        InputError: if `what` is none of these, or is "norms" for sequences of one token or without norms.
     """
     if what not in CHARTS:
         raise InputError(f"unknown chart {what!r}: choose from {', '.join(CHARTS)}")
@@ -400,7 +400,7 @@ def chart(measurement: Measurement, what: str = "heads") -> Any:
     figures = {figure.key: figure for figure in importance_figures(data)}
     if CHARTS[what] not in figures:
         raise InputError(
-            "the norms chart compares positions, but the sequences have one token: choose "
+            "the norms chart compares positions, but the sequences have one token, or no norms were recorded: choose "
             f"{', '.join(list(CHARTS)[:3])}"
         )
     figure = figures[CHARTS[what]]

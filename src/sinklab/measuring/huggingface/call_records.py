@@ -171,7 +171,7 @@ class CallRecords(Recorder):
             raise SinklabError("only a submodule of the probed model was called: call model(...)")
         apart = not self._lengths and (torch.is_grad_enabled() or layer.call.q_BHTD.is_cuda)
         one_pass = layer.library is not None and not apart
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(layer.call.q_BHTD.device.type, enabled=False):
             out = self._record(layer.exact() if self._native else layer, one_pass)
         self._calls += 1
         return out
@@ -251,14 +251,22 @@ class CallRecords(Recorder):
 
 @contextmanager
 def call_records(
-    model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int] = (), details: DetailsCollector | None = None
+    model: PreTrainedModel,
+    adapter: Adapter,
+    lengths: Sequence[int] = (),
+    details: DetailsCollector | None = None,
+    unchanged: bool = False,
 ) -> Iterator[CallRecords]:
-    """Record attention as `probe` does, with the same errors, for a model whose attention calls can be intercepted."""
+    """Record attention as `probe` does, with the same errors, for a model whose attention calls can be intercepted.
+
+    Only with `unchanged`, forward passes remain the same bit for bit.
+    """
     records = CallRecords(model, adapter, lengths, details)
-    watching = (
-        model.register_forward_pre_hook(records.entering, with_kwargs=True),
-        model.register_forward_hook(records.leaving),
-    )
-    with hooked(watching), intercept(adapter, observe=records.observe) as use:
+    with intercept(adapter, observe=records.observe, unchanged=unchanged) as use:  # its hook may refuse the pass first
         records.backends = {str(adapter.cores[0].backend)} if isinstance(adapter, NativeAdapter) else use.backends
-        yield records
+        watching = (
+            model.register_forward_pre_hook(records.entering, with_kwargs=True),
+            model.register_forward_hook(records.leaving),
+        )
+        with hooked(watching):
+            yield records

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from sinklab.attention.importance import importance_from_sums
-from sinklab.errors import InputError, SinklabError, cause
+from sinklab.errors import InputError, cause
 from sinklab.measuring.huggingface.call_records import call_records
 from sinklab.models.families import EXPERT_COUNTS, text_config
 from sinklab.models.hooks import evaluating
@@ -200,7 +200,7 @@ def _read_own(model: PreTrainedModel, tokens_BT: Tensor) -> _BackendReading | st
     try:
         with evaluating(model), call_records(model, adapter) as watch:
             logits_BTV = model(tokens_BT, use_cache=False).logits
-    except SinklabError as error:
+    except Exception as error:  # also of an attention function that is not transformers' own, which is then called
         return cause(error).split(". ")[0]
     shares = [layer.bias_BH.cpu() for layer in watch.layers if layer.bias_BH is not None]
     return _BackendReading(logits_BTV, [layer.importance_BHT.cpu() for layer in watch.layers], shares)

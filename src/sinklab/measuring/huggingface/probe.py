@@ -82,6 +82,10 @@ def probe(model: PreTrainedModel) -> Iterator[Recorder]:
     pass with tokens appended, extends their records. A model that bypasses transformers' attention interface
     (matrix_records.py) supports no KV cache: call `generate` with `use_cache=False`.
 
+    Forward passes remain the same bit for bit, in training too: the model's own attention functions are called. The
+    attention weights are computed from their queries, keys and mask, and their outputs are compared with those of
+    softmax attention. Only a model that bypasses the interface computes eager attention instead of its own.
+
     The model, its configs and its hooks are restored afterwards, also after an exception. Padding, which is passed as
     an `attention_mask` of shape (sequences, positions), is excluded. So are the tokens that `model.generate` appends
     after the end of a sequence.
@@ -91,23 +95,28 @@ def probe(model: PreTrainedModel) -> Iterator[Recorder]:
             `with` block.
 
     Raises:
-        SinklabError: if another thread probes the model. In a forward pass, if the attention of some layer cannot be
-            recorded, only a submodule was called, or the KV cache was started before the probe, was cropped or
-            reordered, or is not supported (static; matrix_records.py). In `generate`, if the generation mode is not
-            supported.
+        SinklabError: if another thread probes the model. In a forward pass, if an attention function does not compute
+            softmax attention (then use `watch_attention`), the attention of some layer cannot be recorded, only a
+            submodule was called, or the KV cache was started before the probe, was cropped or reordered, or is not
+            supported (static; matrix_records.py). In `generate`, if the generation mode is not supported.
         InputError: if the model is not a Hugging Face model or its weights are on the meta device. In a forward pass,
             if the attention mask is not a padding mask.
     """
     given, model = model, unwrapped(model)
     check_causal_lm(model)
     adapter = NativeAdapter(cast("Transformer", model.transformer)) if is_exported(model) else adapt(model)
-    with uncompiled(given), adapter_records(model, adapter, (), None) as watch, generating(model, watch):
+    recording = adapter_records(model, adapter, (), None, unchanged=True)
+    with uncompiled(given), recording as watch, generating(model, watch):
         yield watch
 
 
 @contextmanager
 def adapter_records(
-    model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int], details: DetailsCollector | None
+    model: PreTrainedModel,
+    adapter: Adapter,
+    lengths: Sequence[int],
+    details: DetailsCollector | None,
+    unchanged: bool = False,
 ) -> Iterator[Recorder]:
     """Record attention as `probe` does, with the same errors; `model.generate` is not changed.
 
@@ -117,8 +126,10 @@ def adapter_records(
         lengths: increasing lengths. The importance of the sequences truncated to each of them is recorded too. Forward
             passes must then have whole sequences of at least the last length, without padding and without gradients.
         details: collector that also receives every layer, in forward passes of whole sequences.
+        unchanged: whether the model's own attention functions are called, so that forward passes remain the same bit
+            for bit. Models that bypass transformers' attention interface compute eager attention in any case.
     """
     with probed_alone(model):
-        recording = call_records(model, adapter, lengths, details) if adapter.dispatches else None
+        recording = call_records(model, adapter, lengths, details, unchanged) if adapter.dispatches else None
         with recording or matrix_records(model, lengths, details) as watch:
             yield watch

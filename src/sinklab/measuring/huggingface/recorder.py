@@ -13,8 +13,7 @@ from torch import Tensor
 
 from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import SinklabError
-from sinklab.measuring.mask_coverage import joined
-from sinklab.measuring.records import LayerRecord, combined
+from sinklab.measuring.records import LayerRecord, end_to_end
 from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.models.huggingface.forward_call import CACHE
 
@@ -63,10 +62,10 @@ class Recorder(ABC):
     def layers(self) -> list[LayerRecord]:
         """Records of all sequences, one per attention layer in call order; empty before the first pass.
 
-        Values past the end of a sequence are 0.
+        Values past the end of a sequence are 0. The sequences of a pass that failed are left out.
         """
-        batches = [layers for layers in (*self._done, self._latest()) if layers]
-        return [_joined(parts) for parts in zip(*batches, strict=True)]
+        batches = [layers for layers in (*self._done, self._latest() if self._whole else []) if layers]
+        return [end_to_end(parts) for parts in zip(*batches, strict=True)]
 
     def clear(self) -> None:
         """Discard all records."""
@@ -160,11 +159,3 @@ def _continued(before_BT: Tensor | None, now_BT: Tensor | None) -> bool:
     if before_BT is None or now_BT is None or len(before_BT) != len(now_BT) or before_BT.shape[1] >= now_BT.shape[1]:
         return False
     return torch.equal(before_BT, now_BT[:, : before_BT.shape[1]])
-
-
-def _joined(parts: Sequence[LayerRecord]) -> LayerRecord:
-    def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
-        longest = max(x.shape[-1] for x in tensors)
-        return torch.cat([F.pad(x, (0, longest - x.shape[-1])) for x in tensors])
-
-    return LayerRecord(**combined(parts, end_to_end), view=joined(part.view for part in parts))

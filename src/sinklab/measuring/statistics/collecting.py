@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sinklab.attention.importance import Rows
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens
-from sinklab.errors import InputError, SinklabError
+from sinklab.errors import InputError
 from sinklab.measuring.statistics.details import STATISTICS, Details, OfGates
 from sinklab.measuring.statistics.secondary import SecondarySearch
 from sinklab.measuring.statistics.statistic_base import (
@@ -210,12 +210,6 @@ class DetailsCollector:
     def _stream(self, hidden_BTC: Tensor) -> dict[str, Tensor]:
         """Compute the statistics of hidden states, by name: per token (B, R) or per sequence (B,)."""
         assert self._real is not None
-        if len(hidden_BTC) != len(self._real.mask_BT):
-            raise SinklabError(
-                "models whose hidden states do not have the shape (sequences, positions, channels), such as XLNet, "
-                f"cannot be measured: {len(self._real.mask_BT)} sequences have hidden states of shape "
-                f"{tuple(hidden_BTC.shape)}"
-            )
         first_B = self._real.index_BR[:, 0].to(hidden_BTC.device)
         x_BTC = hidden_BTC.to(accumulate_dtype(hidden_BTC.dtype))
         first_B1C = x_BTC.gather(1, first_B.view(-1, 1, 1).expand(-1, 1, x_BTC.shape[-1]))

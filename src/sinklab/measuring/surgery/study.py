@@ -78,7 +78,8 @@ def measure_with_study(
     def remeasure(tokens_NT: Tensor, first_target: int) -> Measurement:
         nonlocal before
         before += 1
-        return measure(adapter, tokens_NT, bare.model_copy(update={"first_target": first_target}), progress=reached)
+        changed = bare.model_copy(update={"first_target": first_target})
+        return measure(adapter, tokens_NT, changed, progress=reached, trial=False)
 
     with changed_positions(adapter, study) as notes:
         plans = [plan_ablation(name, adapter, tokens_NT, bos_tokens) for name in study.ablate]

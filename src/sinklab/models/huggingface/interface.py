@@ -20,7 +20,9 @@ have G KV heads and are not repeated for the H query heads. These extras concern
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,8 +39,16 @@ from sinklab.attention.scores import Score, broadcast_index, compose, softcap
 from sinklab.errors import SinklabError
 from sinklab.models.families import DEPTH_ATTENTION, SELECTED, SELECTED_BLOCKS
 from sinklab.models.huggingface.anatomy import attention_implementation
+from sinklab.models.huggingface.attention_functions import (
+    OwnFunction,
+    OwnMasks,
+    SoftmaxCheck,
+    attention_observed,
+    implementation_of,
+)
 
 SOFTMAX = Softmax()
+ARGUMENTS = ("query", "key", "value", "attention_mask")  # of an attention function, after the module
 _numbers = itertools.count()
 
 
@@ -167,3 +177,72 @@ def attention_computed_by(model: PreTrainedModel, compute: Callable[[nn.Module, 
     finally:
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+class OwnAttention:
+    """Attention computed by a model's own functions, whose calls are read and compared with softmax attention.
+
+    `begin` and `end` are called before and after every forward pass.
+
+    Args:
+        model: the model.
+        compute: function (attention module, call) -> output (B, H, T, V). If it returns that of the call's `library`,
+            the result of the model's function is returned as it is.
+    """
+
+    def __init__(self, model: PreTrainedModel, compute: Callable[[nn.Module, LayerCall], Tensor]) -> None:
+        self._model, self._compute = model, compute
+        self._masks, self._check = OwnMasks(), SoftmaxCheck()
+
+    def begin(self) -> None:
+        """Begin a forward pass."""
+        self._masks.clear()
+        self._check.begin()
+
+    def end(self) -> None:
+        """End a forward pass; raises SinklabError if an output differs from that of softmax attention."""
+        self._masks.clear()
+        self._check.end()
+
+    def installed(self) -> AbstractContextManager[None]:
+        """Return a context manager in which the attention calls of the model are read.
+
+        In a forward pass, SinklabError is raised as in `read_call`, and if an output differs from softmax attention.
+        """
+        return attention_observed(self._model, self._called)
+
+    def _called(self, function: OwnFunction, module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Any]:
+        """Return the result of a call of the model's attention function.
+
+        The calls of activation checkpointing, which repeats the forward pass in the backward pass, are not read.
+        """
+        if type(module).__name__.endswith(DEPTH_ATTENTION) or torch._C._current_graph_task_id() != -1:
+            return function(module, *args, **options)
+        given = dict(zip(ARGUMENTS, args, strict=False)) | options
+        query, key, value, mask = (given.pop(name, None) for name in ARGUMENTS)
+        (B, H, T, _), V = query.shape, value.shape[-1]
+
+        def by_head(result: tuple[Tensor, Any]) -> Tensor:
+            return result[0].reshape(B, T, H, V).transpose(1, 2)
+
+        @cache
+        def own() -> tuple[tuple[Tensor, Any], Tensor]:
+            result = function(module, *args, **options)
+            return result, by_head(result)
+
+        def output() -> Tensor:
+            return own()[1]
+
+        @torch.no_grad()
+        def without_dropout() -> Tensor:
+            with torch.random.fork_rng([query.device] if query.is_cuda else []):
+                return by_head(function(module, *args, **{**options, "dropout": 0.0}))
+
+        converted = self._masks.convert(mask, query, key, given.get("sliding_window"))
+        layer = read_call(module, query, key, value, converted, **given)
+        layer = replace(layer, library=LibraryKernel(implementation_of(module), output, fixed=True))
+        self._check.compare(module, layer, output, without_dropout if options.get("dropout") else output)
+        out_BHTV = self._compute(module, layer)
+        if out_BHTV is output():
+            return own()[0]
+        return out_BHTV.to(value.dtype).transpose(1, 2).contiguous(), None

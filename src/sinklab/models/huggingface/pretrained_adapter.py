@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from sinklab.attention.layer_call import LayerCall, ShiftRope
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.real_tokens import RealTokens, real_tokens
-from sinklab.errors import InputError, SinklabError, cause
+from sinklab.errors import InputError, SinklabError, cause, is_out_of_memory
 from sinklab.model.position import PositionKind, alibi_terms
 from sinklab.models.families import (
     ROTARY_CLASS,
@@ -34,21 +34,25 @@ from sinklab.models.hooks import (
     forward_pass_hooks,
     hooked,
     replaced_inputs,
+    residual_stream,
 )
 from sinklab.models.huggingface import anatomy
+from sinklab.models.huggingface.attention_functions import foreign_attention
 from sinklab.models.huggingface.attention_inputs import attention_modules
 from sinklab.models.huggingface.forward_call import CACHE, named_arguments
 from sinklab.models.huggingface.gates import GateLayout, find_gates
 from sinklab.models.huggingface.gguf import weights_quantised
 from sinklab.models.huggingface.hidden_keys import HiddenKeys
-from sinklab.models.huggingface.interface import attention_computed_by
+from sinklab.models.huggingface.interface import OwnAttention, attention_computed_by
 from sinklab.models.huggingface.piecewise_loss import fixed_output, forward_loss, has_piecewise_logits
-from sinklab.models.intercept import Compute, Edit
+from sinklab.models.intercept import Compute, Edit, intercept
 from sinklab.models.layer_kinds import ranges_text
 from sinklab.models.memory_budget import Sizes, sizes_of_pretrained
 from sinklab.models.native import check_length
 
+UNFUSED = ("eager", "sdpa")  # attention implementations that run on every device
 TRIED = 8  # tokens of trial forward passes
+NOT_CAUSAL = 0.1  # relative change of hidden states by a later token, in square roots of the dtype's epsilon
 MOVED = 5  # number of positions by which a trial shifts queries
 _dispatch: "WeakKeyDictionary[PreTrainedModel, bool]" = WeakKeyDictionary()
 
@@ -214,6 +218,49 @@ class HuggingFaceAdapter:
             numbered = ranges_text([n + 1 for n in repeated])
             notes.append(f"layers {numbered} are used {passes} times in a forward pass: each use counts as a layer")
         return [*notes, *self._gate_notes]
+
+    def check_causal(self, tokens_T: Tensor | None = None) -> None:
+        """Replace the last of a few tokens, and check that the hidden states at the others remain the same.
+
+        The hidden states are those after the last block; the output of the model if its blocks cannot be found. The
+        model's own attention functions are called and compared with softmax attention. If transformers' function for a
+        fused kernel fails, as on a device without the kernel, sinklab computes the attention.
+        """
+        given_T = self._some_tokens()[0] if tokens_T is None else tokens_T
+        vocabulary = anatomy.vocabulary_size(self.module)
+        first_T = given_T[: min(TRIED, self.limit or TRIED)].to(self.device)
+        if len(first_T) < 2 or vocabulary < 2:
+            return
+        other = next((token for token in first_T if token != first_T[-1]), (first_T[-1] + 1) % vocabulary)
+        pair_2T = torch.stack((first_T, torch.cat((first_T[:-1], other[None]))))
+
+        def states(unchanged: bool) -> Tensor:
+            observed = intercept(self, observe=lambda layer: None, unchanged=unchanged)
+            with (
+                evaluating(self.module),
+                observed if self.dispatches else nullcontext(),
+                residual_stream(self.blocks, lambda hidden: hidden) as hidden,
+            ):
+                output = self.module(pair_2T, use_cache=False)[0]
+            return hidden[-1] if hidden and len(hidden[-1]) == 2 else output
+
+        try:
+            state_BTC = states(unchanged=True)
+        except Exception as error:  # kernels raise various exceptions
+            if is_out_of_memory(error):
+                return  # the measurement says what to do
+            if self.module.config._attn_implementation in UNFUSED or foreign_attention(self.module):
+                raise
+            state_BTC = states(unchanged=False)
+        state_BTC = state_BTC[:, : len(first_T) - 1].to(accumulate_dtype(state_BTC.dtype))
+        difference = float(((state_BTC[0] - state_BTC[1]).norm(dim=-1) / state_BTC[0].norm(dim=-1)).max())
+        if difference > NOT_CAUSAL * torch.finfo(self.dtype).eps ** 0.5:
+            raise SinklabError(
+                f"the {self.module.config.model_type!r} model is not causal: in a trial, another token at position "
+                f"{len(first_T)} changed its hidden states at earlier positions (by {100 * difference:.2g} %), so it "
+                "attends to later tokens, as diffusion language models and encoders do. Sinks are measured only in "
+                "causal language models"
+            )
 
     def inseparable(self) -> str | None:
         """Return why attention calls cannot be edited or replaced.
@@ -399,12 +446,20 @@ class HuggingFaceAdapter:
         )
 
     @contextmanager
-    def intercepted(self, compute: Compute, edit: Edit = lambda layer: layer) -> Iterator[None]:
-        shift, calls = shift_rope(self.module), 0
+    def intercepted(
+        self, compute: Compute, edit: Edit = lambda layer: layer, unchanged: bool = False
+    ) -> Iterator[None]:
+        shift, calls, own_attention = shift_rope(self.module), 0, None
 
         def entering(*_: Any) -> None:
             nonlocal calls
             calls = 0
+            if own_attention is not None:
+                own_attention.begin()
+
+        def leaving(output: Any) -> None:
+            if own_attention is not None and output is not None:
+                own_attention.end()
 
         def attention(_: nn.Module, layer: LayerCall) -> Tensor:
             nonlocal calls
@@ -412,8 +467,13 @@ class HuggingFaceAdapter:
             own = None if calls in self._unmoved else shift
             return compute(edit(dataclasses.replace(layer, index=calls, shift_rope=own)))
 
-        handles = forward_pass_hooks({self.module, self.module.base_model}, entering)
-        with hooked(handles), attention_computed_by(self.module, attention):
+        if unchanged or foreign_attention(self.module):
+            own_attention = OwnAttention(self.module, attention)
+        handles = forward_pass_hooks({self.module, self.module.base_model}, entering, leaving)
+        with (
+            hooked(handles),
+            attention_computed_by(self.module, attention) if own_attention is None else own_attention.installed(),
+        ):
             yield
 
 
