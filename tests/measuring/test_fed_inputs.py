@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
@@ -106,6 +106,6 @@ def test_the_result_has_the_first_tokens_with_their_texts(base: Path, tmp_path: 
     assert json.loads((tmp_path / "out" / "measurement.json").read_text())["fed"]["tokens"][2] == "On"
     assert Measurement.load(tmp_path / "out").fed == measured.fed
     assert measured.fed.line() in html.unescape(measured._repr_html_())
-    in_memory = measure(open_model(str(base)).module, [[1, 5, 6, 7], [1, 2, 3, 4]])
+    in_memory = measure(AutoModelForCausalLM.from_pretrained(base), [[1, 5, 6, 7], [1, 2, 3, 4]])
     assert in_memory.fed is not None
     assert in_memory.fed.line() == "fed: 1 | 5 | 6 | 7 .."

@@ -204,15 +204,14 @@ def template_tokenizer(
 
 def llama(folder: Path, tokenizer: hf.PreTrainedTokenizerFast) -> Path:
     """A folder with this tokenizer and a random Llama of 1 layer."""
-    config = hf.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    special: dict[str, Any] = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = hf.LlamaConfig(vocab_size=len(tokenizer), **sizes, **special)
     torch.manual_seed(0)
     hf.LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
