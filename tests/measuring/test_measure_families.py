@@ -247,6 +247,7 @@ def test_decoding_from_a_cache_gives_the_same_as_reading_the_whole_sequence(fami
         read = watch.layers
     for one, other in zip(decoded, read, strict=True):
         assert_close(one.importance_BHT, other.importance_BHT)
+        assert other.key_norm_BT is not None
         assert_close(one.key_norm_BT, other.key_norm_BT)
 
 

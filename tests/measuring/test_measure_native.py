@@ -72,6 +72,7 @@ def test_loss_and_norms_are_of_the_real_tokens(variant: str) -> None:
     for layer in range(2):
         for seen, norms in ((keys, measured.key_norm), (values, measured.value_norm)):
             expected = seen[layer][:, :, model.leading :].norm(dim=-1).mean((0, 1))
+            assert norms is not None
             assert_close(norms[layer], expected)
     assert measured.hidden_norm_ratio is not None
     assert measured.hidden_norm_ratio[0] == pytest.approx(float(embedded[0] / embedded[1:].mean()), rel=1e-5)

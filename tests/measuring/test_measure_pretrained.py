@@ -158,6 +158,7 @@ def test_key_and_value_norms_are_those_of_the_projections(model: Any, tokens: to
         ):
             heads = projection(x).unflatten(-1, (-1, layer.self_attn.head_dim))
             expected = heads.norm(dim=-1).mean((0, 2))  # a rotation does not change the norm
+            assert norms is not None
             assert_close(norms[0], expected)
 
 

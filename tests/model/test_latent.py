@@ -130,6 +130,8 @@ def test_a_measurement_equals_that_of_the_same_model_in_transformers() -> None:
     own, other = measure(ours, tokens()), measure(theirs, tokens())
     assert_close(own.importance, other.importance)
     assert other.hidden_norm is not None
+    assert other.value_norm is not None
+    assert other.key_norm is not None
     assert_close(own.hidden_norm, other.hidden_norm)
     assert_close(own.value_norm, other.value_norm)
     assert_close(own.key_norm, other.key_norm)

@@ -125,6 +125,7 @@ def test_linear_layers_are_reported_and_in_no_sink_rate(bias: str) -> None:
     measured = measure(made, tokens(), details=True)
     assert measured.layers == 2
     assert measured.importance.shape == (2, 4, 20)
+    assert measured.key_norm is not None
     assert measured.key_norm.shape == (2, 20)
     assert measured.hidden_norm is not None
     assert measured.hidden_norm.shape == (5, 20)
