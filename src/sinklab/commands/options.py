@@ -32,8 +32,8 @@ class LoadingOptions(CommandSettings, frozen=True):
 
     dtype: Annotated[str, Flag(metavar="TYPE")] = Field(
         default="auto",
-        description="Data type of the weights: float32, bfloat16, float16, or auto (as stored, but float32 for .gguf "
-        "files and on a CPU that only emulates the stored type).",
+        description="Weights in float32, bfloat16, float16, or auto (as stored; float32 for .gguf files and where a CPU "
+        "emulates the type).",
     )
     device: Annotated[str, Flag(metavar="NAME")] = Field(
         default="auto",
@@ -46,7 +46,7 @@ class LoadingOptions(CommandSettings, frozen=True):
         default=None, description="Folder of the model inside MODEL."
     )
     adapters: Annotated[Several[str], Flag(name="--adapter", metavar="ADAPTER", panel=INPUT)] = Field(
-        default=(), description="PEFT adapter (LoRA) to apply: a directory or a name on the hub; repeatable."
+        default=(), description="PEFT adapter (LoRA) to apply; repeatable."
     )
     trust_remote_code: bool = Field(default=False, description="Run code from the model's repository.")
     tokenizer: Annotated[Literal["auto", "file", "transformers"], Flag(metavar="KIND", panel=INPUT)] = Field(
