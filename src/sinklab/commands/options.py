@@ -32,8 +32,8 @@ class LoadingOptions(CommandSettings, frozen=True):
 
     dtype: Annotated[str, Flag(metavar="TYPE")] = Field(
         default="auto",
-        description="Weights in float32, bfloat16, float16, or auto (as stored; float32 for .gguf files and where a CPU "
-        "emulates the type).",
+        description="Weights in float32, bfloat16, float16, or auto (as stored; float32 for .gguf files and where a "
+        "CPU emulates the type).",
     )
     device: Annotated[str, Flag(metavar="NAME")] = Field(
         default="auto",
