@@ -234,7 +234,7 @@ def test_prepared_data_can_be_trained_on(run: Run, text: Path, tmp_path: Path) -
         (["lab", "--steps", "0"], "--steps"),
         (["train"], "Missing argument 'RECIPE'"),
         (["measure", "x", "--inputs", "strange"], "strange"),
-        (["measure", "x", "--dtype", "float65"], "'--dtype': 'float65' is not one of"),
+        (["measure", "x", "--dtype", "float65"], "--dtype float65 is unknown; use one of auto, float32"),
         (["measure", "x", "--map", "3"], "expected LAYER.HEAD"),
         (["measure", "x", "--text", "text.jsonl", "--explore"], "pass MODEL and --out"),
         (["measure", "x", "--text", ".", "--by-domain", "--explore", "--out", "d"], "remove --family, --by-domain"),

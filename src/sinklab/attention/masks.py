@@ -399,8 +399,11 @@ def _overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
 
 
 def both(one: Mask, other: Mask) -> Mask:
-    """Return the intersection of two masks; `other` itself if it is causal and `one` is the plain causal mask."""
-    return other if one.plain and other.causal else Both(one, other)
+    """Return the intersection of two masks; `other` itself if it is causal and `one` is `Causal`.
+
+    `Leading` is kept, although it may be plain, because `without_first` needs its number of leading tokens.
+    """
+    return other if isinstance(one, Causal) and other.causal else Both(one, other)
 
 
 def without_first(mask: Mask, count: int) -> Mask:

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from rich.console import Console
 
 from sinklab.commands.terminal.progress import JobProgress
 from sinklab.commands.terminal.tables import print_text, stderr
 from sinklab.errors import InputError, UnsavedError
 from sinklab.experiments.sweep.engines import EngineName
+from sinklab.models.dtypes import dtype_name
 from sinklab.outputs import RUNS
 from sinklab.settings import ADVANCED, INPUT, OUTPUT, CommandSettings, Flag, Several
 from sinklab.signals import keeping_what_is_finished
@@ -30,7 +31,7 @@ def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
 class LoadingOptions(CommandSettings, frozen=True):
     """Options that determine how a model is loaded."""
 
-    dtype: Annotated[str, Flag(metavar="TYPE")] = Field(
+    dtype: Annotated[str, AfterValidator(dtype_name), Flag(metavar="TYPE")] = Field(
         default="auto",
         description="Weights in float32, bfloat16, float16, or auto (as stored; float32 for .gguf files and where a "
         "CPU emulates the type).",

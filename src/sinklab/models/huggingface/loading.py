@@ -18,6 +18,7 @@ import torch
 from sinklab import register
 from sinklab.device import float32_if_emulated, pick_device
 from sinklab.errors import InputError, cause
+from sinklab.models.dtypes import dtype_name
 from sinklab.models.families import OTHER_HEAD, text_config
 from sinklab.models.huggingface.anatomy import quantisation, vocabulary_size
 from sinklab.models.huggingface.gguf import Gguf, check_memory, find_gguf, read_header
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16",
-                 "fp64": "float64", "double": "float64"}  # fmt: skip
 DEVICE_MAP = "map"  # value of --device
 HUB_NAME = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]*/)?\w[\w.-]{0,95}(?<![.-])", re.ASCII)
 QUANTISATION_PACKAGES = {
@@ -332,15 +330,12 @@ def _faster_dtype(own: torch.dtype, target: torch.device | None) -> "tuple[torch
 
 
 def pick_dtype(dtype: str) -> "torch.dtype | str":
-    """Convert the value of --dtype to a torch dtype, or "auto"; `fp16`, `bf16`, `torch.float16`, .. are accepted too.
+    """Convert the value of --dtype to a torch dtype, or "auto".
 
     Raises:
-        InputError: if `dtype` is not one of DTYPES or DTYPE_ALIASES.
+        InputError: see `dtype_name`.
     """
-    bare = dtype.lower().removeprefix("torch.")
-    name = DTYPE_ALIASES.get(bare, bare)
-    if name not in DTYPES:
-        raise InputError(f"--dtype {dtype} is unknown; use one of {', '.join(DTYPES)}")
+    name = dtype_name(dtype)
     return "auto" if name == "auto" else getattr(torch, name)
 
 
