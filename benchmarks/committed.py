@@ -4,7 +4,7 @@
 
 Writes `src/sinklab/experiments/committed.json`, which is part of the package; other scales in the file are kept. Also
 writes two tables in README.md: the verdicts on the paper's statements at each scale that has committed verdicts, and
-the number of confirmatory claims by verdict.
+the number of confirmatory claims by subject and verdict.
 """
 
 import argparse
@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sinklab.experiments.definition import SCALES
-from sinklab.experiments.documents import JUDGED, SUMMARY, VERDICTS, Summary
+from sinklab.experiments.documents import JUDGED, SUMMARY, VERDICTS, Summary, counts_by_subject
 from sinklab.experiments.paper import statements
 from sinklab.experiments.verdicts import five_seeds
 from sinklab.experiments.verdicts.five_seeds import CommittedVerdict, shipped_verdicts
 from sinklab.files import parse_json, write_json
+from sinklab.report.sweeps import ABOUT
 from sinklab.tables import Table, markdown, names
 
 PATH = Path(five_seeds.__file__).parents[1] / five_seeds.COMMITTED
@@ -54,15 +55,19 @@ def statement_table(summaries: Sequence[Summary]) -> str:
 
 
 def count_table(summaries: Sequence[Summary]) -> str:
-    """Return a Markdown table with the number of finished runs and of confirmatory claims by verdict, by scale."""
+    """Return a Markdown table of confirmatory claims by verdict, with a row per scale and one per subject."""
     counts = [Counter(summary.counts["confirmatory"]) for summary in summaries]
     verdicts = [verdict for verdict in VERDICTS if any(count[verdict] for count in counts)]
     rows = []
     for summary, count in zip(summaries, counts, strict=True):
         finished = sum(run.status == "done" for run in summary.runs)
         runs = f"{finished} of {len(summary.runs)}" if finished < len(summary.runs) else str(finished)
-        rows.append((summary.scale, runs, str(count.total()), *(str(count[verdict]) for verdict in verdicts)))
-    return markdown(Table("", names("scale", "finished runs", "claims", *verdicts), rows))
+        subjects = counts_by_subject(summary.claims)["confirmatory"]
+        lines = [("all", count), *((ABOUT[name], Counter(found)) for name, found in subjects.items())]
+        for at, (about, found) in enumerate(lines):
+            numbers = (str(found.total()), *(str(found[verdict]) for verdict in verdicts))
+            rows.append((*((summary.scale, runs) if at == 0 else ("", "")), about, *numbers))
+    return markdown(Table("", names("scale", "finished runs", "claims about", "claims", *verdicts), rows))
 
 
 def readme_with(text: str, summaries: Sequence[Summary]) -> str:

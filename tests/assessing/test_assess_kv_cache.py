@@ -215,6 +215,26 @@ def test_a_loud_first_token_is_what_rounding_costs() -> None:
     assert four.first_spared.kl < four.everything.kl / 3
 
 
+def test_losses_of_a_rounded_cache_are_means_of_draws_and_the_first_is_unchanged() -> None:
+    one, tokens = small(), some_tokens(3, 40)
+    found, alone = (
+        assess_kv_cache(one, tokens[:2], tokens[2:], part_settings(quick=quick), lambda: None)
+        for quick in (False, True)
+    )
+    assert found.unchanged == alone.unchanged
+    assert found.heads == alone.heads
+    assert found.without_random == alone.without_random
+    assert found.without_exempt != alone.without_exempt
+    for three, single in zip(found.settings, alone.settings, strict=True):
+        assert single.draws is None
+        assert three.draws is not None
+        assert three.draws[0] == single.due_to_sink
+        assert three.due_to_sink == pytest.approx(sum(three.draws) / 3)
+        assert three.draws[1] != three.draws[2]
+        assert three.everything != single.everything
+        assert three.due_error is not None
+
+
 DOWN = {  # the down projection of a block
     "llama": "mlp.down_proj",
     "gpt2": "mlp.c_proj",
@@ -361,7 +381,7 @@ def test_heads_are_rounded_one_at_a_time_and_the_dearest_are_left_out(monkeypatc
     one, tokens = small("grouped keys"), some_tokens(3, 20)
     assert key_heads(one) == {(1, 1), (1, 2), (2, 1), (2, 2)}
     passes = []
-    found = assess_kv_cache(one, tokens[:2], tokens[2:], part_settings(), lambda: passes.append(1))
+    found = assess_kv_cache(one, tokens[:2], tokens[2:], part_settings(quick=True), lambda: passes.append(1))
     assert (found.outliers, found.sinks) == ([[], []], [[4], [10]])  # no outliers: as with no position spared
     draw = random.Random(0)
     drawn = {name for _ in range(3) for name in draw.sample(sorted(key_heads(one)), 1)}
@@ -377,7 +397,7 @@ def test_heads_are_rounded_one_at_a_time_and_the_dearest_are_left_out(monkeypatc
         PairedReader(one, tokens[:2]).under(RoundedCache(2, heads=others)).effect().kl
     )
     monkeypatch.setattr(kv_cache, "BITS", (40,))
-    exact = assess_kv_cache(one, tokens[:2], tokens[2:], part_settings(), lambda: None)
+    exact = assess_kv_cache(one, tokens[:2], tokens[2:], part_settings(quick=True), lambda: None)
     assert exact.settings[0].everything.kl == pytest.approx(0, abs=1e-9)
 
 

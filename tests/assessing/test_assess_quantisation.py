@@ -20,7 +20,6 @@ from sinklab.assessing.parts.quantisation import (
     linear_maps,
     on_grid,
     outliers_by_block,
-    perturbed,
     quantised_inputs,
     quantised_weight,
     quantised_weights,
@@ -29,7 +28,7 @@ from sinklab.assessing.parts.quantisation import (
     to_nvfp4,
     watched_maxima,
 )
-from sinklab.assessing.reading import PairedReader
+from sinklab.assessing.reading import PairedReader, perturbed
 from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 
 TOKENS, OTHERS = some_tokens(2, 16), some_tokens(3, 12)[2:]

@@ -59,7 +59,7 @@ def test_the_readme_has_the_verdicts_of_the_committed_results() -> None:
     text = README.read_text("utf-8")
     assert text == readme_with(text, committed_summaries())
     assert "| claims at tiny |" in text
-    assert "| scale | finished runs | claims | reproduced |" in text
+    assert "| scale | finished runs | claims about | claims | reproduced |" in text
 
 
 def test_the_page_of_effects_has_the_values_of_the_committed_results() -> None:

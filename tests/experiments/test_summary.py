@@ -12,7 +12,7 @@ from sinklab.experiments.documents import CellRun, JudgedClaim, Summary
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.shipped import load_experiment
 from sinklab.experiments.summary import at_scale, summarise
-from sinklab.report.sweeps import chance_of_claims, importance_of_claims, remarks_on_counts
+from sinklab.report.sweeps import chance_of_claims, importance_of_claims, remarks_on_counts, subjects_of_claims
 
 LESS = {"is": "less", "value": "sink_1", "cell": "k_biases", "than": "softmax"}
 SINKS = {"softmax": [36.0, 30.0, 42.0], "k_biases": [0.0, 0.0, 0.0]}
@@ -139,6 +139,31 @@ def test_comparisons_whose_verdict_differs_by_mean_importance_are_counted() -> N
     assert said.startswith("6 confirmatory claims")
     assert said.endswith(
         "the verdict changes from inconclusive to reproduced for 3 and from reproduced to contradicted for 1."
+    )
+
+
+def test_claims_are_counted_by_the_subject_of_their_quantity_and_the_subject_is_not_stored() -> None:
+    def judged(quantity: str, verdict: str = "reproduced", **others: Any) -> JudgedClaim:
+        asked = {"analysis": "confirmatory", "rule": "seed by seed", "seeds": 5, **others}
+        return JudgedClaim(quantity=quantity, verdict=verdict, **asked)
+
+    sinks = [judged(name) for name in ("sink_1", "emergence_step", "sink_hidden_added", "streamed_gap_0")]
+    norms = [judged(name, "not asked") for name in ("norm_growth_last", "norm_ratio_block_2", "norm_step", "kurtosis")]
+    losses = [judged(name, "contradicted") for name in ("valid_loss", "train_loss", "loss_change", "")]
+    for claims, subject in ((sinks, "sinks"), (norms, "norms"), (losses, "loss")):
+        assert {claim.subject for claim in claims} == {subject}
+        assert "subject" not in claims[0].model_dump()
+    unknown = judged("", "not run", rule="")  # a claim on models without positional embeddings, for example
+    assert unknown.subject is None
+    counted = [*sinks, judged("sink_bias", "inconclusive"), *norms, *losses, unknown]
+    assert subjects_of_claims([*counted, judged("sink_1", same_as="table_4.k_biases_take_the_sink")]) == (
+        "Of the 13 confirmatory claims, 5 are about sinks (4 reproduced, 1 inconclusive), 4 about norms and kurtosis "
+        "(4 not asked) and 4 about loss and divergence (4 contradicted)."
+    )
+    assert subjects_of_claims(sinks) == subjects_of_claims([unknown]) == ""
+    several = subjects_of_claims([*counted, *(judged(name, analysis="exploratory") for name in ("sink_1", "kurtosis"))])
+    assert several.endswith(
+        "Of the 2 exploratory claims, 1 is about sinks (1 reproduced) and 1 about norms and kurtosis (1 reproduced)."
     )
 
 

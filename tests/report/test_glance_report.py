@@ -1,5 +1,6 @@
 """The page of a sweep begins with the paper at a glance, says where its runs come from, and folds the rest."""
 
+import io
 import json
 import shutil
 from dataclasses import replace
@@ -7,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from sweep_fixtures import EXPERIMENTS, judge_the_paper, make_sweep
 from test_report_html import Page
 from test_sweep_report import charts_of
 
+from sinklab.commands.terminal.results import print_report
 from sinklab.experiments.paper import statements
 from sinklab.experiments.verdicts import RULE
 from sinklab.report.collect import collect
@@ -78,6 +81,23 @@ def test_the_verdict_by_mean_importance_is_shown_if_it_differs(
     text = Page(write_report([folder]).read_text(encoding="utf-8")).text
     assert (f"table_4 by mean importance: {by_importance}" in text) is shown
     assert (f"by mean importance: {by_importance})" in readme(collect([folder]).sweeps[0].summary, [], "tiny")) is shown
+
+
+def test_claims_are_counted_by_subject_on_the_page_and_in_the_terminal_but_not_in_a_packed_readme(
+    sweep_folder: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(sweep_folder, tmp_path / "tiny"))
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["claims"][0]["quantity"], summary["claims"][1]["quantity"] = "valid_loss", "norm_growth_last"
+    (folder / "summary.json").write_text(json.dumps(summary))
+    said = (
+        "Of the 4 confirmatory claims, 2 are about sinks (2 not run), 1 about norms and kurtosis (1 contradicted) and "
+        "1 about loss and divergence (1 reproduced)."
+    )
+    assert said in Page(write_report([folder]).read_text(encoding="utf-8")).text
+    print_report(collect([folder]), Console(file=(printed := io.StringIO()), width=500))
+    assert said in printed.getvalue()
+    assert "Of the 4" not in readme(collect([folder]).sweeps[0].summary, [], "tiny")
 
 
 def test_numbers_on_which_the_verdict_does_not_rest_are_not_shown_as_ours(sweep_folder: Path, tmp_path: Path) -> None:

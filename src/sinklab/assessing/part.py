@@ -131,6 +131,27 @@ class DrawnEffect(Effect):
     losses: list[float]
 
 
+class SinkCost(ReadDocument):
+    """Loss that rounding adds because of the sink.
+
+    Attributes:
+        due_to_sink: loss with all tokens rounded minus loss with the sink positions in full precision, mean over draws.
+        due_error: standard error of `due_to_sink` over the text (`standard_error`); None for a single block of targets.
+        draws: `due_to_sink` of each draw; None for a single draw.
+    """
+
+    due_to_sink: float
+    due_error: Omitted[float] = None
+    draws: Omitted[list[float]] = None
+
+    @property
+    def due_said(self) -> str:
+        """Remark for a row of the table, such as `due to the sink +0.2607 ± 0.0709, draws +0.2308 to +0.2849`."""
+        said = f"due to the sink {self.due_to_sink:+.4f}"
+        said += "" if self.due_error is None else f" ± {self.due_error:.4f}"
+        return said + (f", draws {min(self.draws):+.4f} to {max(self.draws):+.4f}" if self.draws else "")
+
+
 @dataclass(frozen=True)
 class PartJob:
     """A prepared part of an assessment, ready to run.

@@ -307,7 +307,7 @@ class Claim(Part):
         scales: scales at which the claim is made; default: all scales of the experiment.
         asks_massive: True or the name of a cell: judge the claim only if training at least doubles the norm ratio of
             the baseline or of this cell. False: always judge it. Default: the experiment's setting if the check uses
-            a quantity in `definition.NORMS`, else False.
+            a quantity in `quantities.NORMS`, else False.
         asks_sink: the same for a Sink_1 of at least 10 % of the baseline or of this cell. Default: the experiment's
             setting if the check uses a quantity of sinks, else False.
         positions: judge the claim only for models that add positional embeddings to the token embeddings ("added"), or

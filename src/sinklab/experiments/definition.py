@@ -63,26 +63,13 @@ from sinklab.experiments.claims import (
 )
 from sinklab.experiments.documents import GRID, Analysis, ReplicateKind
 from sinklab.experiments.paper import Published
-from sinklab.experiments.quantities import QuantityName, quantity
+from sinklab.experiments.quantities import NORMS, QuantityName, quantity
 from sinklab.interventions import VARIANTS
 from sinklab.measuring.options import Inputs
 from sinklab.schema import Part, leaves
 from sinklab.tuning.settings import TuneOptions
 
 SCALES: tuple[Scale, ...] = get_args(Scale)
-
-NORMS = {
-    "norm_ratio",
-    "norm_ratio_last",
-    "norm_growth_last",
-    "norm_ratio_before_norm",
-    "norm_ratio_sink_token",
-    "norm_growth",
-    "norm_growth_sink_token",
-    "norm_step",
-    "kurtosis",
-}
-"""Quantities of massive activations. `Experiment.asks_massive` applies to the claims that use one of them."""
 
 
 class Precondition(NamedTuple):

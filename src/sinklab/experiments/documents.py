@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from pydantic import ConfigDict, Field, computed_field
 
 from sinklab.errors import InputError
+from sinklab.experiments.quantities import SUBJECTS, ClaimSubject, subject_of
 from sinklab.files import if_present, read_document, sha256_of, write_json
 from sinklab.measuring.statistics.highest import highest_rate
 from sinklab.schema import ReadDocument, VersionedDocument, finite_or_none
@@ -309,6 +310,11 @@ class JudgedClaim(ReadDocument):
         ]
 
     @property
+    def subject(self) -> ClaimSubject | None:
+        """Subject of the claim's main quantity (`subject_of`); None if the claim cannot be judged on the models."""
+        return subject_of(self.quantity) if self.quantity or self.rule else None
+
+    @property
     def changed_by_importance(self) -> str:
         """Verdict by mean importance (`by_importance`) if it differs from the verdict; else empty."""
         return "" if self.by_importance == self.verdict else self.by_importance
@@ -426,6 +432,15 @@ def verdict_counts(claims: Sequence[JudgedClaim]) -> dict[str, dict[str, int]]:
         kind: {one: verdicts.count(one) for one in dict.fromkeys([*VERDICTS, *verdicts]) if one in verdicts}
         for kind, verdicts in found.items()
     }
+
+
+def counts_by_subject(claims: Sequence[JudgedClaim]) -> dict[str, dict[ClaimSubject, dict[str, int]]]:
+    """Return the number of claims by kind of analysis, then by subject, then by verdict, as `verdict_counts` counts."""
+    by_subject: dict[ClaimSubject, dict[str, dict[str, int]]] = {
+        name: verdict_counts([one for one in claims if one.subject == name]) for name in SUBJECTS
+    }
+    kinds = dict.fromkeys(kind for found in by_subject.values() for kind in found)
+    return {kind: {name: found[kind] for name, found in by_subject.items() if kind in found} for kind in kinds}
 
 
 def read_record(directory: Path) -> RunRecord | None:

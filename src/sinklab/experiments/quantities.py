@@ -85,7 +85,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 from pydantic import AfterValidator
@@ -113,6 +113,27 @@ JUMP_WINDOW = 2.0
 
 JUMP_POINTS = 8
 """Minimum number of points on either side of a jump."""
+
+NORMS = {
+    "norm_ratio",
+    "norm_ratio_last",
+    "norm_growth_last",
+    "norm_ratio_before_norm",
+    "norm_ratio_sink_token",
+    "norm_growth",
+    "norm_growth_sink_token",
+    "norm_step",
+    "kurtosis",
+    "activation_ratio",
+    "largest_activation",
+}
+"""Quantities of massive activations. `Experiment.asks_massive` applies to the claims that use one of them."""
+
+LOSSES = {"valid_loss", "train_loss", "loss_change", "sft_loss_fall", "sft_largest_grad_norm"}
+"""Quantities of the loss and of the stability of training. Losses that `assess` adds are about sinks."""
+
+ClaimSubject = Literal["sinks", "norms", "loss"]
+SUBJECTS: tuple[ClaimSubject, ...] = get_args(ClaimSubject)
 
 OTHER_EPS_TEXTS = tuple(f"{eps:g}" for eps in OTHER_EPS)
 """Additional values of eps at which runs record sink rates, as in metrics.jsonl."""
@@ -238,6 +259,13 @@ _NAMED = {
         *(Quantity(one.name, one.label, "nats", 3, once=True) for one in NUMBERS if "N" not in one.name),
     )
 }  # fmt: skip
+
+
+def subject_of(name: str) -> ClaimSubject:
+    """Return the subject of claims on a quantity; an empty name is that of the checks `diverges` and `trains`."""
+    if not name or name in LOSSES:
+        return "loss"
+    return "norms" if name in NORMS or name.startswith("norm_ratio") else "sinks"
 
 
 @cache

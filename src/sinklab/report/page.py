@@ -47,7 +47,7 @@ from sinklab.report.measurement_figures import explorers
 from sinklab.report.result_tables import answers_table, assessment_table, suite_tables
 from sinklab.report.sections import ExperimentGroup, experiment_groups, experiment_sections, glance
 from sinklab.report.sweep_figures import forests
-from sinklab.report.sweeps import Sweep, origins, remarks_on_counts
+from sinklab.report.sweeps import Sweep, origins, remarks_on_counts, subjects_of_claims
 from sinklab.tables import Table
 
 CHARTS = "charts"
@@ -325,7 +325,7 @@ def _title(data: ReportData) -> str:
 
 
 def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int]], str]]:
-    """Count the claims by scale, kind of analysis and verdict, with the sentences of `remarks_on_counts`.
+    """Count the claims by scale, kind of analysis and verdict, with `subjects_of_claims` and `remarks_on_counts`.
 
     Scales whose claims are all references are omitted.
     """
@@ -333,7 +333,10 @@ def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int
     for sweep in data.sweeps:
         for claim in sweep.summary.claims:
             by_scale.setdefault(claim.scale, []).append(claim)
-    counts = [(scale, verdict_counts(of), remarks_on_counts(of)) for scale, of in by_scale.items()]
+    counts = [
+        (scale, verdict_counts(of), " ".join(filter(None, (subjects_of_claims(of), remarks_on_counts(of)))))
+        for scale, of in by_scale.items()
+    ]
     return [(scale, found, remarks) for scale, found, remarks in counts if found]
 
 

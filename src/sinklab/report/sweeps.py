@@ -20,11 +20,12 @@ from sinklab.experiments.documents import (
     ExperimentSummary,
     JudgedClaim,
     Summary,
+    counts_by_subject,
     edited,
     read_record,
     verdict_counts,
 )
-from sinklab.experiments.quantities import Quantity, quantity
+from sinklab.experiments.quantities import ClaimSubject, Quantity, quantity
 from sinklab.experiments.sweep.packed import RECIPES, RUNS, is_packed, read_packed, unpack
 from sinklab.experiments.verdicts.counts import ONE_MAY_DEVIATE
 from sinklab.files import parse_yaml
@@ -36,6 +37,7 @@ from sinklab.train.directory.history import Evaluation, read_history
 PROVENANCE = ("recipe.yaml", "measurement.json")
 COMMIT_DIGITS = 10
 DID_NOT_TRAIN = "training failed"
+ABOUT: Mapping[ClaimSubject, str] = {"sinks": "sinks", "norms": "norms and kurtosis", "loss": "loss and divergence"}
 NOTE = "Values are median [minimum, maximum] over {}s."
 
 
@@ -275,6 +277,28 @@ def claims_table(claims: Sequence[JudgedClaim]) -> Table:
         scale = f" at {claim.scale}" if claim.scale and claim.replicate == "seed" else ""
         rows.append((TableCell(claim.verdict_said + scale, tone=claim.verdict), claim.said, claim.full_evidence))
     return Table(": ".join(filter(None, ("Claims", "; ".join(kinds)))), names("Verdict", "Claim", "Evidence"), rows)
+
+
+def subjects_of_claims(claims: Sequence[JudgedClaim]) -> str:
+    """Return a sentence per kind of analysis with the numbers of verdicts by subject; empty if none has two subjects.
+
+    README.md of packed results does not have these sentences (`remarks_on_counts`).
+    """
+    said = []
+    for kind, subjects in counts_by_subject(claims).items():
+        if len(subjects) < 2:
+            continue
+        totals = {name: sum(found.values()) for name, found in subjects.items()}
+        verb = "is" if next(iter(totals.values())) == 1 else "are"
+        parts = [
+            f"about {ABOUT[name]} ({', '.join(f'{number} {verdict}' for verdict, number in found.items())})"
+            for name, found in subjects.items()
+        ]
+        (first, *others), total = totals.values(), sum(totals.values())
+        listed = [f"{first} {verb} {parts[0]}", *map(" ".join, zip(map(str, others), parts[1:], strict=True))]
+        of = f"{kind} claims".strip()
+        said.append(f"Of the {total} {of}, {', '.join(listed[:-1])} and {listed[-1]}.")
+    return " ".join(said)
 
 
 def remarks_on_counts(claims: Sequence[JudgedClaim]) -> str:

@@ -30,6 +30,9 @@ Sinks are defined as in `secondary_sinks` (sinklab.measuring.statistics.secondar
 
 In addition, each KV head is rounded alone to 2 bits, on separate sequences. Then all KV heads are rounded except the
 tenth with the highest cost (KL divergence), or except as many random heads (mean of several draws).
+
+Losses with all KV heads rounded, or all except the costliest, are means of several draws, as in `quantisation`
+(`sinklab.assessing.reading`). The losses with a single head rounded hardly vary and are of one draw.
 """
 
 import random
@@ -43,7 +46,17 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from sinklab.assessing.part import AssessPart, AssessText, DrawnEffect, Effect, PartFigure, PartJob, PartNumber, PartRow
+from sinklab.assessing.part import (
+    AssessPart,
+    AssessText,
+    DrawnEffect,
+    Effect,
+    PartFigure,
+    PartJob,
+    PartNumber,
+    PartRow,
+    SinkCost,
+)
 from sinklab.assessing.parts.quantisation import linear_maps
 from sinklab.assessing.parts.writer import feed_forward
 from sinklab.assessing.reading import (
@@ -57,7 +70,10 @@ from sinklab.assessing.reading import (
     chosen_heads,
     key_heads,
     mean_effect,
+    mean_of,
+    perturbed,
     refused,
+    sink_cost,
 )
 from sinklab.assessing.settings import CACHE_GROUP, AssessSettings
 from sinklab.attention.layer_call import LayerCall
@@ -70,7 +86,6 @@ from sinklab.models.families import LATENT_WIDTH, text_config
 from sinklab.models.hooks import hooked
 from sinklab.models.intercept import intercept
 from sinklab.plots import PlotAxis
-from sinklab.schema import ReadDocument
 
 BITS = (8, 4, 3, 2)
 HEAD_BITS = 2
@@ -82,15 +97,14 @@ Spared = frozenset[int]
 """Spared positions of a sequence as 0-based indices, learned leading tokens included."""
 
 
-class CacheRounding(ReadDocument):
-    """Losses with the KV cache rounded to `bits` bits; `KVCache.residual` recent positions are in full precision.
+class CacheRounding(SinkCost):
+    """Losses with the KV cache rounded to `bits` bits, means over draws; `KVCache.residual` recent positions are exact.
 
     Attributes:
         everything: loss with no position spared.
         first_spared: loss with the first n positions in full precision.
         outliers_spared: loss with the outlier tokens in full precision; None if `KVCache.outliers` is.
         sinks_spared: loss with the sinks in full precision.
-        due_to_sink: loss of `everything` minus loss of `first_spared`.
     """
 
     bits: int
@@ -98,7 +112,6 @@ class CacheRounding(ReadDocument):
     first_spared: Effect
     outliers_spared: Effect | None = None
     sinks_spared: Effect
-    due_to_sink: float
 
 
 class KVCache(AssessPart):
@@ -162,16 +175,17 @@ class KVCache(AssessPart):
     def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
         tokens_NT, others_MT = text.split(settings.sequences, settings.head_sequences, settings.length)
         adapter = text.model.adapter
-        passes = (3 + DRAWS + 4 * len(BITS)) * len(tokens_NT) + (1 + len(key_heads(adapter))) * len(others_MT)
+        drawn = settings.sizes.draws * (1 + 4 * len(BITS))
+        passes = (2 + drawn + DRAWS) * len(tokens_NT) + (1 + len(key_heads(adapter))) * len(others_MT)
         return PartJob(passes, partial(assess_kv_cache, adapter, tokens_NT, others_MT, settings))
 
     def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
         spared, fewest = f"first {self.noun_of(self.sink_positions, 'token')}", min(one.bits for one in self.settings)
         for one in self.settings:
-            bits, due = f"{one.bits} bits", f"due to the sink {one.due_to_sink:+.4f}"
+            bits = f"{one.bits} bits"
             numbers = [f"cache_{one.bits}_bits_added", "cache_added"][: 2 if one.bits == fewest else 1]
-            yield self.row(bits, one.everything, due, answer=f"keys and values in {bits}", numbers=numbers)
+            yield self.row(bits, one.everything, one.due_said, answer=f"keys and values in {bits}", numbers=numbers)
             yield self.row(f"{bits}, {spared} in full precision", one.first_spared)
             for name, positions, effect in self._found(one):
                 yield self.row(f"{bits}, {name} in full precision", effect, named_positions(positions))
@@ -325,24 +339,27 @@ def assess_kv_cache(
     sinks = [some for _, some in pairs]
 
     @cache  # the sets of positions of a sequence are often equal
-    def read(n: int, bits: int, spared: Spared, heads: KeyHeads | None) -> ByPosition:
+    def read(n: int, bits: int, spared: Spared, heads: KeyHeads | None, draw: int) -> ByPosition:
         spared_S = torch.tensor([s in spared for s in range(adapter.leading + tokens_NT.shape[1])])
-        return readers[n].under(compute=RoundedCache(bits, spared_S, heads, residual).output)
+        with perturbed(adapter, draw, settings.seed):
+            return readers[n].under(compute=RoundedCache(bits, spared_S, heads, residual).output)
 
-    def effect(bits: int, spared: Sequence[Spared], heads: KeyHeads | None = None) -> Effect:
-        return joined([read(n, bits, some, heads) for n, some in enumerate(spared)]).effect()
+    def drawn(
+        bits: int, spared: Sequence[Spared], heads: KeyHeads | None = None, draws: int = settings.sizes.draws
+    ) -> list[ByPosition]:
+        return [joined([read(n, bits, some, heads, draw) for n, some in enumerate(spared)]) for draw in range(draws)]
 
     roundings = []
     for bits in BITS:
-        everything, first_spared = effect(bits, none), effect(bits, leading)
+        everything, first_spared = drawn(bits, none), drawn(bits, leading)
         roundings.append(
             CacheRounding(
                 bits=bits,
-                everything=everything,
-                first_spared=first_spared,
-                outliers_spared=None if outliers is None else effect(bits, outliers),
-                sinks_spared=effect(bits, sinks),
-                due_to_sink=everything.loss - first_spared.loss,
+                everything=mean_of(everything).effect(),
+                first_spared=mean_of(first_spared).effect(),
+                outliers_spared=None if outliers is None else mean_of(drawn(bits, outliers)).effect(),
+                sinks_spared=mean_of(drawn(bits, sinks)).effect(),
+                **sink_cost(everything, first_spared),
             )
         )
     alone = PairedReader(adapter, others_MT, step)
@@ -351,11 +368,11 @@ def assess_kv_cache(
     )
     costliest = sorted(heads, key=lambda one: -one.kl)[: max(1, len(heads) // EXEMPT)]
     exempt, names = ([(one.layer, one.head) for one in some] for some in (costliest, heads))
-    draw = random.Random(settings.seed)
-    drawn = [draw.sample(sorted(names), len(exempt)) for _ in range(DRAWS)]
+    chance = random.Random(settings.seed)
+    sampled = [chance.sample(sorted(names), len(exempt)) for _ in range(DRAWS)]
 
-    def without(some: Sequence[tuple[int, int]]) -> Effect:
-        return effect(HEAD_BITS, none, frozenset(names) - set(some))
+    def without(some: Sequence[tuple[int, int]], draws: int) -> Effect:
+        return mean_of(drawn(HEAD_BITS, none, frozenset(names) - set(some), draws)).effect()
 
     def by_sequence(found: Sequence[Spared]) -> list[list[int]]:
         return [sorted(s + 1 - adapter.leading for s in some) for some in found]
@@ -372,8 +389,8 @@ def assess_kv_cache(
         head_bits=HEAD_BITS,
         heads=heads,
         exempt=exempt,
-        without_exempt=without(exempt),
-        without_random=DrawnEffect(**mean_effect([without(some) for some in drawn])),
+        without_exempt=without(exempt, settings.sizes.draws),
+        without_random=DrawnEffect(**mean_effect([without(some, 1) for some in sampled])),
     )
 
 

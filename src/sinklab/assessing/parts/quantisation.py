@@ -23,11 +23,7 @@ products inside attention are not; SmoothQuant (2211.10438) also quantises the l
 refused: hooks cannot observe the inputs of the down projections if transformers fuses the experts into one tensor, and
 separate experts process only some of the tokens.
 
-Rounding of activations amplifies differences: a change in the last digits of the embeddings moves some values to the
-next step of the grid in the first layers, and many in the last. Where a few large activations matter, the loss then
-varies by more than its standard error over the text. It is therefore the mean of several draws, in which the input of
-the first block is multiplied by 1 + d x (d: 1e-6, or a quarter of the resolution of the dtype if that is larger; x:
-normal). The first draw is unchanged.
+Losses with rounded activations are means of several draws (`sinklab.assessing.reading`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,15 +36,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinklab.assessing.part import LOSS_ADDED, AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
-from sinklab.assessing.reading import ByPosition, PairedReader, Step, mean_of, refused, standard_error
+from sinklab.assessing.part import (
+    LOSS_ADDED,
+    AssessPart,
+    AssessText,
+    Effect,
+    PartFigure,
+    PartJob,
+    PartNumber,
+    PartRow,
+    SinkCost,
+)
+from sinklab.assessing.reading import ByPosition, PairedReader, Step, mean_of, perturbed, refused, sink_cost
 from sinklab.assessing.settings import AssessSettings
 from sinklab.errors import InputError
 from sinklab.measuring.statistics.details import kurtosis
 from sinklab.models.adapter import Adapter
-from sinklab.models.hooks import evaluating, first_input, hooked, replaced_inputs, residual_stream, token_norms
+from sinklab.models.hooks import evaluating, first_input, hooked, residual_stream, token_norms
 from sinklab.plots import PlotAxis
-from sinklab.schema import Omitted, ReadDocument
+from sinklab.schema import ReadDocument
 
 INT8, INT4 = 8, 4
 GROUP, FP4_BLOCK = 32, 16
@@ -89,11 +95,10 @@ SETTINGS = {
     "nvfp4": Rounding("nvfp4", "nvfp4"),
 }
 CALIBRATED = 4  # maximum number of calibration sequences
-NOISE = 1e-6  # least relative size of the perturbation in draws
 DEVIATIONS = 6  # standard deviations from the mean beyond which a value is an outlier (2306.12929)
 
 
-class Quantised(ReadDocument):
+class Quantised(SinkCost):
     """Losses in one setting of quantisation.
 
     Attributes:
@@ -101,9 +106,6 @@ class Quantised(ReadDocument):
         weights, activations, rotated: quantisation of weights and of activations, and whether both are rotated.
         everything: loss with all tokens quantised, mean over the draws.
         without_sink: loss with the sink positions in full precision and excluded from the scales, likewise.
-        due_to_sink: loss of `everything` minus loss of `without_sink`.
-        due_error: standard error of `due_to_sink` over the text (`standard_error`); None for a single block of targets.
-        draws: `due_to_sink` of each draw; None for a single draw.
     """
 
     name: str
@@ -112,9 +114,6 @@ class Quantised(ReadDocument):
     rotated: bool = False
     everything: Effect
     without_sink: Effect
-    due_to_sink: float
-    due_error: Omitted[float] = None
-    draws: Omitted[list[float]] = None
 
 
 class Outliers(ReadDocument):
@@ -189,12 +188,9 @@ class Quantisation(AssessPart):
     def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
         for one in self.settings:
-            due = f"due to the sink {one.due_to_sink:+.4f}"
-            due += "" if one.due_error is None else f" ± {one.due_error:.4f}"
-            due += f", draws {min(one.draws):+.4f} to {max(one.draws):+.4f}" if one.draws else ""
             static = one.name == STATIC
             numbers = ["int8_added"] if static else []
-            yield self.row(one.name, one.everything, due, answer=one.name, numbers=numbers)
+            yield self.row(one.name, one.everything, one.due_said, answer=one.name, numbers=numbers)
             if static:
                 answer, words = "part of this loss due to the sink", "in static int8"
                 yield PartRow("", None, one.due_to_sink, answer=answer, gained=words, numbers=["int8_due_to_sink"])
@@ -247,9 +243,6 @@ def assess_quantisation(
                         with perturbed(adapter, draw, settings.seed):
                             draws.append(reader.under())
         everything, without = map(mean_of, found_in_draws)
-        due_NP = everything.loss_NP - without.loss_NP
-        pairs = zip(*found_in_draws, strict=True)
-        by_draw = [float((whole.loss_NP - part.loss_NP).mean()) for whole, part in pairs]
         found.append(
             Quantised(
                 name=name,
@@ -258,9 +251,7 @@ def assess_quantisation(
                 rotated=one.rotate,
                 everything=everything.effect(),
                 without_sink=without.effect(),
-                due_to_sink=float(due_NP.mean()),
-                due_error=standard_error(due_NP),
-                draws=by_draw if len(by_draw) > 1 else None,
+                **sink_cost(*found_in_draws),
             )
         )
     outliers = outliers_by_block(adapter, tokens_NT)
@@ -270,18 +261,6 @@ def assess_quantisation(
 def _draws(setting: Rounding, settings: AssessSettings) -> int:
     """Return the number of draws of a setting: 1 if only weights are rounded, which amplifies nothing."""
     return 1 if setting.activations == "full" else settings.sizes.draws
-
-
-@contextmanager
-def perturbed(adapter: Adapter, draw: int, seed: int = 0) -> Iterator[None]:
-    """Change the last digits of the first block's input in the `with` block; draw 0 changes nothing."""
-
-    def noisy(_: int, x: Tensor) -> Tensor:
-        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed + draw)).to(x)
-        return x * (1 + max(NOISE, torch.finfo(x.dtype).eps / 4) * noise)
-
-    with replaced_inputs(adapter.blocks[:1] if draw else [], noisy):
-        yield
 
 
 def outliers_by_block(adapter: Adapter, tokens_NT: Tensor) -> list[Outliers]:

@@ -19,7 +19,7 @@ from sinklab.report import result_tables
 from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import ListedRun
 from sinklab.report.data import ReportData
-from sinklab.report.sweeps import claims_table, experiment_table, grid_tables, paper_models
+from sinklab.report.sweeps import claims_table, experiment_table, grid_tables, paper_models, subjects_of_claims
 from sinklab.tables import Table, TableCell, TableColumn, Value, names, number_text, numbers, plural, table_of
 from sinklab.train.directory.history import read_history
 
@@ -67,7 +67,11 @@ def print_claims(claims: Sequence[JudgedClaim], console: Console) -> None:
 
 
 def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> None:
-    """Print results (next to the paper's, if any), notes, warnings and verdicts of the experiments with these ids."""
+    """Print results (next to the paper's, if any), notes, warnings and verdicts of the experiments with these ids.
+
+    The last line has the number of claims by subject, if they have several.
+    """
+    wanted = list(wanted)
     for name in wanted:
         experiment = summary.experiments[name]
         cells = summary.cells_of(name)
@@ -87,6 +91,8 @@ def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> 
         print_notes(warnings, console)
         if claims := summary.claims_of(name):
             print_claims(claims, console)
+    if subjects := subjects_of_claims([claim for name in wanted for claim in summary.claims_of(name)]):
+        print_text(subjects, console)
 
 
 def print_assessment(assessment: "Assessment", console: Console, full: bool = False) -> None:
