@@ -78,9 +78,10 @@ def readme_with(text: str, summaries: Sequence[Summary]) -> str:
 
 
 def committed_summaries() -> list[Summary]:
-    """Read the summaries with verdicts in the folders of `results/` that have the name of a scale, smallest first."""
+    """Read the summaries with confirmatory verdicts in the folders of `results/` named for a scale, smallest first."""
     folders = [ROOT / "results" / name for name in SCALES if (ROOT / "results" / name / SUMMARY).exists()]
-    return [summary for summary in map(summary_in, folders) if committed_verdicts(summary)]
+    found = [summary for summary in map(summary_in, folders) if committed_verdicts(summary)]
+    return [summary for summary in found if "confirmatory" in summary.counts]
 
 
 def main() -> None:
