@@ -5,8 +5,8 @@ import re
 import pytest
 from test_coverage import stated_claims
 
-from benchmarks import effects
-from benchmarks.committed import README, committed_summaries, readme_with
+from benchmarks import effects, mechanism
+from benchmarks.committed import README, committed_summaries, readme_with, summary_in
 from sinklab.experiments.definition import SCALES
 from sinklab.experiments.paper import PaperStatement, statements
 from sinklab.experiments.quantities import quantity
@@ -53,6 +53,11 @@ def test_a_number_is_that_of_a_cell_and_stands_in_what_the_paper_says(statement:
 def test_a_caveat_is_one_sentence() -> None:
     for one in statements():
         assert re.fullmatch(r"[^.]([^.]|\.\d)*\.", one.caveat), one.caveat
+
+
+def test_the_page_on_the_mechanism_has_the_numbers_of_the_committed_results() -> None:
+    text = mechanism.PAGE.read_text("utf-8")
+    assert text == mechanism.page_with(text, summary_in(mechanism.PACKED.parent))
 
 
 def test_the_readme_has_the_verdicts_of_the_committed_results() -> None:
