@@ -342,12 +342,38 @@ def with_fewer_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q[:, :, -1:], k, v).expand_as(v)
 
 
+def causal(q: Tensor, k: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1).tril()
+
+
+def recording(arguments: Callable[[Tensor, Tensor, Tensor], dict[str, Any]]) -> Attend:
+    """Attention that passes these arguments of `record_attention`."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        sinklab.record_attention(**arguments(q, k, v))
+        return v
+
+    return attend
+
+
 REFUSED: list[tuple[Attend, type[SinklabError], str]] = [
     (bidirectional, SinklabError, "attend to later tokens"),
     (of_later_tokens, SinklabError, "on later tokens are not 0"),
     (unrecorded, SinklabError, r"no attention was recorded .* call sinklab.record_attention"),
     (without_keys, InputError, "needs the attention weights, or both q and k"),
     (with_fewer_queries, SinklabError, "1 queries and 14 keys.*without a KV cache"),
+    (recording(lambda q, k, v: {"weights": q.tolist()}), InputError, "weights is of type list: expected a torch.Te"),
+    (recording(lambda q, k, v: {"weights": causal(q, k).log() - causal(q, k).log()}), InputError, "contain NaN"),
+    (recording(lambda q, k, v: {"weights": causal(q, k), "v": v[:, :, 1:]}), InputError, "v has shape .* the same bat"),
+    (recording(lambda q, k, v: {"q": q, "k": k, "v": v[:, :, 1:]}), InputError, "v has shape .* and k .* same batch"),
+    (recording(lambda q, k, v: {"q": q, "k": k, "mask": "causal"}), InputError, "mask is of type str: expected None"),
+    (
+        recording(lambda q, k, v: {"q": q, "k": k, "mask": torch.ones(5, 5)}),
+        InputError,
+        r"shape \(5, 5\) and dtype flo",
+    ),
+    (recording(lambda q, k, v: {"q": q, "k": k, "mask": torch.ones(14, 14).long()}), InputError, "dtype int64: expect"),
+    (recording(lambda q, k, v: {"q": q, "k": k, "score": 3}), InputError, "score is of type int: expected a function"),
 ]
 
 

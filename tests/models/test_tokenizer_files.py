@@ -82,6 +82,14 @@ def test_the_ids_are_those_of_tokenizer_json_with_a_note_if_transformers_has_oth
         assert all(" in the file, and " in note for note in notes)
 
 
+@pytest.mark.parametrize("kind", ["auto", "file"])
+def test_the_tokenizer_of_the_file_is_saved_as_a_trainer_saves_it(kind: Any, tmp_path: Path) -> None:
+    folder = model_with(tmp_path / "model", byte_level(None), LlamaConfig, "LlamaTokenizer")
+    ids = (tokenizer := load_pretrained(str(folder), Loading(tokenizer=kind)).tokenizer)(TEXT)["input_ids"]
+    tokenizer.save_pretrained(folder)
+    assert load_pretrained(str(folder)).tokenizer(TEXT)["input_ids"] == ids
+
+
 def test_a_tokenizer_that_transformers_rebuilds_alike_has_no_note(tmp_path: Path) -> None:
     tokenizer = byte_level(QWEN)
     tokenizer.add_special_tokens(["<|endoftext|>"])

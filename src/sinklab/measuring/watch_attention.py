@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from sinklab.attention.importance import unpadded_importance
 from sinklab.attention.masks import Dense
@@ -194,12 +195,18 @@ def record_attention(
         score: further function (z, b, h, q_index, k_index) -> z of the scores z, as `score_mod` of FlexAttention.
 
     Raises:
-        InputError: if shapes do not match, or neither the weights nor both of q and k are given.
+        InputError: if types or shapes do not match, the weights contain NaN, or neither the weights nor both of q and k
+            are given.
         SinklabError: if queries attend to later tokens, or there are more keys than queries (a KV cache).
     """
     watches = _watches.get()
     if not watches:
         return
+    for name, given in {"weights": weights, "q": q, "k": k, "v": v}.items():
+        if given is not None and not isinstance(given, Tensor):
+            raise InputError(f"record_attention: {name} is {type_text(given)}: expected a torch.Tensor")
+    if score is not None and not callable(score):
+        raise InputError(f"record_attention: score is {type_text(score)}: expected a function (z, b, h, q, k) -> z")
     if weights is not None:
         given = weights
 
@@ -257,11 +264,13 @@ def _of_queries(
     T, S = q.shape[2], k.shape[2]
     if T != S:
         raise SinklabError(
-            f"an attention layer has {T} queries and {S} keys: watch_attention needs whole sequences, so call the "
-            "module without a KV cache and without cross-attention"
+            f"an attention layer has {T} queries and {S} keys, by shapes (batch, heads, positions, width): "
+            "watch_attention needs whole sequences, so call the module without a KV cache and without cross-attention"
         )
     if isinstance(mask, Tensor):
-        mask = mask[(None,) * (4 - mask.ndim)] if mask.ndim < 4 else mask
+        mask = _of_four_dimensions(mask, (len(q), q.shape[1], T, S))
+    elif mask is not None and not isinstance(mask, BlockMask):
+        raise InputError(f"the mask is {type_text(mask)}: expected None, a torch.Tensor or a BlockMask")
     shown = as_for_sdpa(mask, T, S, None, q.device)
     later = mask is None and not causal and T > 1
     if shown is not None:
@@ -272,7 +281,12 @@ def _of_queries(
             "queries of an attention layer attend to later tokens: sinks are measured only in causal attention (pass "
             "is_causal=True or a causal mask)"
         )
-    value = k if v_BGTV is None else v_BGTV.detach().reshape(*k.shape[:3], -1)
+    value = k if v_BGTV is None else v_BGTV.detach()
+    value = value if value.ndim == k_BGTD.ndim == 4 or v_BGTV is None else value.unsqueeze(1)
+    if value.shape[:3] != k.shape[:3]:
+        raise InputError(
+            f"v has shape {tuple(value.shape)} and k {tuple(k.shape)}: expected the same batch, heads and positions"
+        )
     layer = read_call(nn.Module(), q, k, value, shown, scale)
     if not layer.call.mask.causal:  # an additive mask may show later tokens, but this one does not
         layer = layer.changed(mask=replace(cast(Dense, layer.call.mask), later=False))
@@ -280,6 +294,19 @@ def _of_queries(
         layer = layer.changed(position=compose(layer.call.position, Score(score)))
     record = record_of(layer.exact())
     return record if v_BGTV is not None else replace(record, value_norm_BT=None)
+
+
+def _of_four_dimensions(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """Return a mask that is broadcast to (batch, heads, queries, keys), with these four dimensions."""
+    whole = mask[(None,) * (4 - mask.ndim)] if mask.ndim < 4 else mask
+    wrong_size = any(size not in (1, full) for size, full in zip(whole.shape, shape, strict=False))
+    if whole.ndim != 4 or wrong_size or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise InputError(
+            f"the mask has shape {tuple(mask.shape)} and dtype {str(mask.dtype).removeprefix('torch.')}: expected one "
+            f"that is broadcast to {shape} (batch, heads, queries, keys), and is boolean (True: visible) or added to "
+            "the scores"
+        )
+    return whole
 
 
 def _of_weights(weights_BHTT: Tensor, k: Tensor | None, v: Tensor | None) -> LayerRecord:
@@ -291,6 +318,14 @@ def _of_weights(weights_BHTT: Tensor, k: Tensor | None, v: Tensor | None) -> Lay
             f"the attention weights have shape {tuple(weights_BHTT.shape)}: expected (batch, heads, positions, "
             "positions), of whole sequences without a KV cache"
         )
+    if bool(weights_BHTT.isnan().any()):
+        raise InputError("the attention weights contain NaN")
+    for name, x in {"k": k, "v": v}.items():
+        if x is not None and (x.ndim != 4 or (len(x), x.shape[2]) != (len(weights_BHTT), T)):
+            raise InputError(
+                f"{name} has shape {tuple(x.shape)} and the attention weights {tuple(weights_BHTT.shape)}: expected "
+                "(batch, heads, positions, width), with the same batch and positions"
+            )
     if bool(weights_BHTT.triu(1).any()):
         raise SinklabError(
             "the attention weights of queries on later tokens are not 0: sinks are measured only in causal attention"

@@ -45,13 +45,13 @@ def load_tokenizer(
     if kind == "file":
         if not has_file:
             raise InputError(f"--tokenizer file: {name} has no tokenizer.json; leave --tokenizer out")
-        return read(PreTrainedTokenizerFast.from_pretrained), []
+        return _as_filed(read), []
     rebuilt = read(AutoTokenizer.from_pretrained)
     own_class = type(rebuilt).__module__.startswith("transformers_modules")  # the model's own code
     as_filed = type(rebuilt) is PreTrainedTokenizerFast or not isinstance(rebuilt, PreTrainedTokenizerFast)
     if kind == "transformers" or not has_file or own_class or as_filed:
         return rebuilt, []
-    filed = read(PreTrainedTokenizerFast.from_pretrained)
+    filed = _as_filed(read)
     parts = list(_different_parts(rebuilt, filed))
     if not parts:
         return rebuilt, []
@@ -60,6 +60,15 @@ def load_tokenizer(
         f"the tokenizer is that of tokenizer.json: transformers {version('transformers')} rebuilds it as "
         f"{type(rebuilt).__name__} with another {_listed(parts)}{example} (to use that: --tokenizer transformers)"
     ]
+
+
+def _as_filed(read: Callable[[Any], Any]) -> Any:
+    """Load the tokenizer of tokenizer.json, such that `save_pretrained` can save it."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = read(PreTrainedTokenizerFast.from_pretrained)
+    tokenizer.init_kwargs.pop("config", None)  # of the model: only AutoTokenizer removes it, and JSON has no such type
+    return tokenizer
 
 
 def _listed(names: list[str]) -> str:
