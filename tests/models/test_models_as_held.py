@@ -119,6 +119,8 @@ def test_an_adapter_is_refused_without_peft_and_applied_with_it(
 ) -> None:
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "adapter_config.json").write_text('{"base_model_name_or_path": null, "peft_type": "LORA"}')
+    with pytest.raises(InputError, match=r"has no adapter_config\.json: pass the directory of a PEFT adapter"):
+        load_pretrained(str(folder), Loading(adapters=(str(folder),)))
     try:
         import peft  # pyright: ignore[reportMissingImports]
     except ImportError:

@@ -88,8 +88,9 @@ def measure_with_study(
         measurement = measure(adapter, tokens_NT, options, progress=reached)
         if plans and measurement.loss is None:
             raise InputError(
-                "ablations report the change in loss, and there is no loss: measure with the loss, on sequences of 2 "
-                "tokens or more that are longer than the prefix of a prefix mask, if any"
+                "ablations report the change in loss, and there is no loss: measure with the loss, on a "
+                "model with an LM head and sequences of 2 tokens or more that are longer than the prefix of a prefix "
+                "mask, if any"
             )
         found: dict[str, Any] = {}
         if plans:

@@ -32,11 +32,11 @@ def base_and_adapters(name: str, adapters: Sequence[str]) -> tuple[str, list[str
         InputError: if peft is not installed, or the config of an adapter cannot be read or names no base model.
     """
     own = [name] if (Path(name) / CONFIG).is_file() else []
-    if own or adapters:
-        require_extra("adapters", ("peft", "accelerate"), f"the adapter {[*own, *adapters][0]}")
     for adapter in adapters:
         if Path(adapter).exists() and not (Path(adapter) / CONFIG).is_file():
             raise InputError(f"--adapter {adapter} has no {CONFIG}: pass the directory of a PEFT adapter")
+    if own or adapters:
+        require_extra("adapters", ("peft", "accelerate"), f"the adapter {[*own, *adapters][0]}")
     if not own or (Path(name) / "config.json").is_file():
         return name, [*own, *adapters]
     try:
