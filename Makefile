@@ -44,7 +44,7 @@ test-browser: $(STAMP)
 
 test-extras: $(EXTRAS)/.installed
 	$(EXTRAS)/bin/pytest tests/train/test_track.py tests/data/test_data_corpora.py tests/measuring/test_measure_placed.py tests/measuring/test_measure_gguf.py \
-		tests/measuring/test_measure_frames.py tests/tuning tests/evaluating
+		tests/measuring/test_measure_frames.py tests/models/test_models_as_held.py tests/tuning tests/evaluating
 
 test-real: $(EXTRAS)/.installed
 	$(EXTRAS)/bin/pytest -m real
@@ -57,7 +57,7 @@ test-cuda-dry: $(STAMP)
 
 $(EXTRAS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(EXTRAS)
-	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,track,quantised,gguf,cluster,sft,eval]'
+	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,track,quantised,gguf,adapters,cluster,sft,eval]'
 	@touch $@
 
 test-portable: $(STAMP)
