@@ -179,7 +179,9 @@ def _pack_documents(sweep: Sweep, out: Path) -> None:
 
     def packed(run: CellRun) -> CellRun:
         edited = [name for name in run.edited if name in CHECKED]
-        return run.model_copy(update={"message": _relative(run.message, sweep), "edited": edited})
+        directory = "" if run.status == "unfinished" else run.directory  # runs that have not ended are not packed
+        changed = {"message": _relative(run.message, sweep), "edited": edited, "directory": directory}
+        return run.model_copy(update=changed)
 
     summary = with_runs(sweep.summary, packed)
     summary.save(out)
