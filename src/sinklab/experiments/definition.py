@@ -73,7 +73,7 @@ SCALES: tuple[Scale, ...] = get_args(Scale)
 
 
 class Precondition(NamedTuple):
-    """What the runs of a cell must show for a claim to be judged: a massive activation, or a sink."""
+    """Precondition of a claim: a cell whose runs must have a massive activation, or a sink."""
 
     needs: Literal["massive", "sink"]
     cell: str

@@ -2,7 +2,7 @@
 
 A row is a dict of column names and values; in a JSON file it may be any JSON value. Compressed files are opened by the
 standard library (and its backport for .zst), CSV by the module csv, Parquet by polars, and formats that are not listed
-here by `datasets`. A file is read as far as its rows are asked for, except for .json files that are one JSON value.
+here by `datasets`. Files are read lazily, except for .json files that are one JSON value.
 """
 
 import bz2

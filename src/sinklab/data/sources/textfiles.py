@@ -54,7 +54,7 @@ _LONGEST = 8 * _PIECE  # characters after which any line ends a document; longer
 class ReadCounts:
     """Number of rows that were read from files or datasets, and of those that were skipped because they have no text.
 
-    A text is read as far as it is needed, so the counts may be smaller than those of the whole text.
+    Texts are read lazily, so the counts may be smaller than those of the whole text.
     """
 
     rows: int = 0
