@@ -290,6 +290,47 @@ def test_which_of_two_steps_comes_first(steps: list[tuple[int | None, int | None
     assert verdict(check, {"softmax": growing(*steps)}).verdict == expected
 
 
+def test_a_bound_that_is_met_exactly() -> None:
+    """At least, at most, a margin and the rate of `appears` include their bound; above, below and absent do not."""
+    flat, one = {"a": [4.0] * 5, "b": [4.0] * 5, "c": [4.0] * 5}, {"a": [1.0] * 5}
+    assert at_sinks({"is": "within", "cell": "a", "at_least": 4.0}, flat).verdict == "reproduced"
+    assert at_sinks({"is": "within", "cell": "a", "at_most": 4.0}, flat).verdict == "reproduced"
+    assert at_sinks({"is": "absent", "cell": "a"}, one).verdict == "contradicted"
+    assert at_sinks({"is": "less", "cell": "a", "than": "b"}, flat).verdict == "inconclusive"
+    assert at_sinks({"is": "greater", "cell": "a", "than": "b"}, flat).verdict == "inconclusive"
+    assert "In 25 of 25 pairs" in at_sinks({"is": "greater", "cell": "a", "than": "b"}, flat).evidence
+    for kind in ("rising", "falling"):  # a slope of 0 is neither
+        assert at_sinks({"is": kind, "over": ["a", "b", "c"]}, flat).verdict == "contradicted"
+    steps = {"low": [2.0] * 5, "high": [4.0] * 5}
+    assert at_sinks({"is": "equal", "cell": "high", "to": "low", "margin": 2.0}, steps).verdict == "reproduced"
+    assert at_sinks({"is": "alike", "of": ["low", "high"], "margin": 2.0}, steps).verdict == "reproduced"
+    for size in ({"by": 2.0}, {"times": 2.0}):
+        assert at_sinks({"is": "greater", "cell": "high", "than": "low", **size}, steps).verdict == "direction only"
+    low = {"is": "less", "cell": "a", "than": "b", "absent": True}
+    assert at_sinks(low, {"a": [1.0] * 5, "b": [4.0] * 5}).verdict == "direction only"
+
+
+def test_steps_and_rates_of_a_sink_that_are_met_exactly() -> None:
+    exactly = emerging(*[{0: 0.0, 500: 1.0, 1000: 10.0, 1500: 10.0}] * 5)
+    appears = {"is": "appears", "cell": "softmax"}
+    assert verdict({**appears, "before": 1000}, exactly).verdict == "reproduced"
+    assert verdict({**appears, "before": 1500, "after": 1000}, exactly).verdict == "contradicted"
+    assert verdict({**appears, "before": 1000, "rate": 10.1}, exactly).verdict == "contradicted"
+    run = exactly["softmax"].numbers[0]
+    assert (run.value("sink_step"), run.value("emergence_step")) == (500.0, 1000.0)
+    assert verdict(AT_2, standing(*[(0.1, 10.0, 1.0)] * 5)).verdict == "reproduced"
+    assert verdict(AT_2, standing(*[(0.1, 9.9, 1.0)] * 5)).verdict == "direction only"
+    norms = run_of(0, *(reading(step, norm_ratio=ratio) for step, ratio in ((1, 2.0), (2, 1.0), (3, 2.0))))
+    assert norms.value("norm_step") == 3.0  # 2.0 at step 1 is not below the bound, and reaches it at step 3
+    least = {"is": "within", "value": "sink_1", "cell": "softmax", "at_least": 5.0}
+    massive = cell_of(*(run_of(seed, reading(0, norm_ratio=1.0), reading(norm_ratio=2.0)) for seed in range(5)))
+    claim = {"is": "within", "value": "norm_ratio", "cell": "softmax", "at_least": 1.0}
+    assert judged(claim, results={"softmax": massive}, asks_massive=True)[0].verdict == "reproduced"
+    of_other = [least, {**least, "cell": "other"}]
+    sinks = cells_of("sink_1", {"softmax": [10.0] * 5, "other": [10.0] * 5})
+    assert [one.verdict for one in judged(*of_other, results=sinks, asks_sink=True)] == ["reproduced"] * 2
+
+
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [

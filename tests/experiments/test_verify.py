@@ -271,9 +271,12 @@ def test_packed_results_are_continued(packed: Path, run: Run) -> None:
 
 
 COMMITTED = sorted(path.parent for path in (Path(__file__).parents[2] / "results").glob("*/checksums.txt"))
+LARGE = [
+    pytest.param(one, marks=[pytest.mark.slow] * (one.name in ("tiny", "mini", "exploratory"))) for one in COMMITTED
+]
 
 
-@pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", LARGE, ids=[folder.name for folder in COMMITTED])
 def test_committed_results_pass(folder: Path) -> None:
     assert problems([*verify_packed(folder), check_readme(folder)]) == ""
 
