@@ -31,7 +31,7 @@ from sinklab.experiments.passes import Pass, passes_of, subjects_of, with_models
 from sinklab.experiments.sweep import store
 from sinklab.experiments.sweep.engine import Event, train_all
 from sinklab.experiments.sweep.engines import EngineName, open_engine
-from sinklab.experiments.sweep.engines.local import cards_here, cores_here, jobs_for, shares
+from sinklab.experiments.sweep.engines.local import default_jobs, shares
 from sinklab.experiments.sweep.packed import import_packed, unpack
 from sinklab.experiments.sweep.plan import (
     ExperimentRequest,
@@ -206,8 +206,8 @@ def _warn_of_emulation(plan: SweepPlan, settings: ReproduceSettings) -> None:
 
 
 def _jobs(settings: ReproduceSettings, runs: int) -> int:
-    """Return the number of concurrent runs: --jobs; else the number of GPUs; without a GPU, see `jobs_for`."""
-    return settings.jobs or cards_here() or jobs_for(runs, cores_here())
+    """Return the number of concurrent runs: --jobs, or `default_jobs`."""
+    return settings.jobs or default_jobs(runs)
 
 
 def _assess_and_tune(
