@@ -13,7 +13,7 @@ from sinklab.errors import InputError
 from sinklab.experiments.definition import Experiment
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.shipped import experiment_ids, load_experiment
-from sinklab.experiments.sweep.plan import ExperimentRequest, plan_sweep
+from sinklab.experiments.sweep.plan import plan_sweep
 from sinklab.experiments.sweep.store import ManifestCell, SweepManifest, merged_manifests
 from sinklab.experiments.sweep.verifying import check_dates
 
@@ -96,8 +96,8 @@ def test_two_claims_of_one_id_are_refused() -> None:
 
 
 def test_the_seeds_of_a_cell_are_those_of_all_experiments_that_ask_for_it_in_their_order() -> None:
-    confirmatory, exploratory = made(first_seed=100, rank=1), made(id="other", rank=2)
-    plan = plan_sweep([ExperimentRequest(exploratory, "tiny", 1), ExperimentRequest(confirmatory, "tiny", 2)], {})
+    confirmatory, exploratory = made(first_seed=100, rank=1, seeds=2), made(id="other", rank=2, seeds=1)
+    plan = plan_sweep([exploratory, confirmatory], "tiny", None, {})
     assert list(plan.cells["softmax"].seeds) == [0, 100, 101]
     assert plan.order == (("softmax", 100), ("sigmoid", 100), ("softmax", 101), ("sigmoid", 101),
                           ("softmax", 0), ("sigmoid", 0))  # fmt: skip

@@ -39,9 +39,11 @@ def scontrol(*arguments: str) -> str:
     return subprocess.run(["scontrol", *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def queued() -> set[str]:
+def queued(state: str = "PENDING,RUNNING") -> set[str]:
     return set(
-        subprocess.run(["squeue", "-h", "-r", "-o", "%i"], check=True, capture_output=True, text=True).stdout.split()
+        subprocess.run(
+            ["squeue", "-h", "-r", "-o", "%i", "-t", state], check=True, capture_output=True, text=True
+        ).stdout.split()
     )
 
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from sinklab.commands.from_model import with_options
-from sinklab.commands.options import DEFAULT_SCALE, MOST_SEEDS, Json, ReproduceSettings, option, print_result
+from sinklab.commands.options import MOST_SEEDS, Json, ReproduceSettings, option, print_result
 from sinklab.commands.terminal.progress import JobProgress
 from sinklab.commands.terminal.tables import print_text, stderr
 from sinklab.errors import InputError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sinklab.experiments.definition import Experiment
 
 ALL = "all"
-ONLY_TRAINING = ("cells", "steps", "jobs", "engine_options", "packed", "scale", "engine")
+ONLY_TRAINING = ("cells", "steps", "jobs", "engine_options", "packed", "scale", "engine", "shard")
 """Settings that are invalid with experiments on existing models."""
 
 
@@ -45,11 +45,10 @@ def lab(
     """
     from sinklab.commands.reproducing import train_experiments
     from sinklab.experiments.shipped import load_experiment
-    from sinklab.experiments.sweep.plan import ExperimentRequest
 
     with keeping_what_is_finished():
-        settings = ReproduceSettings(out=out, steps=steps, text=text)
-        train_experiments([ExperimentRequest(load_experiment("lab"), "tiny", seeds)], settings, as_json)
+        settings = ReproduceSettings(out=out, steps=steps, text=text, seeds=seeds)
+        train_experiments([load_experiment("lab")], settings, as_json)
 
 
 @with_options
@@ -143,24 +142,20 @@ def reproduce(
         return
     from sinklab.commands.reproducing import check_chats, look_ahead, train_experiments
     from sinklab.commands.terminal.plans import hours_line, print_preview
-    from sinklab.experiments.sweep.plan import ExperimentRequest, scale_of
 
-    if settings.scale is None:
-        only = next(iter(found[0].base)) if len(found[0].base) == 1 else DEFAULT_SCALE
-        settings = settings.model_copy(update={"scale": only})
+    if settings.scale is None and len(found[0].base) == 1:
+        settings = settings.model_copy(update={"scale": next(iter(found[0].base))})
     if settings.data is not None or not settings.dry_run:
         check_chats(found, settings.data)
-    scale = settings.scale or DEFAULT_SCALE
-    requests = [ExperimentRequest(one, scale_of(one, scale), settings.seeds) for one in found]
     if settings.dry_run or ALL in names:
         with JobProgress(stderr(), phase="timing a few updates"):
-            ahead = look_ahead(requests, settings)
+            ahead = look_ahead(found, settings)
         if settings.dry_run:
             print_result(as_json, ahead.document, lambda out: print_preview(ahead, out))
             return
         print_text(hours_line(ahead), stderr())
     with keeping_what_is_finished():
-        train_experiments(requests, settings, as_json)
+        train_experiments(found, settings, as_json)
 
 
 def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "list[Experiment]":
@@ -181,8 +176,7 @@ def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "lis
     for name in dict.fromkeys(names):
         loaded = [load_experiment(one) for one in (experiment_ids() if name == ALL else [name])]
         if name == ALL:
-            scale = settings.scale or DEFAULT_SCALE
-            loaded = [one for one in loaded if scale in one.base and (settings.data or not one.tune)]
+            loaded = [one for one in loaded if settings.scale_name in one.base and (settings.data or not one.tune)]
         first.setdefault(name != ALL and bool(loaded[0].requests), name)
         for one in loaded:
             if found.setdefault(one.id, one) != one:
