@@ -81,13 +81,38 @@ def test_a_reference_to_no_comparison_is_refused(same_as: str, said: str, tmp_pa
         ({"changed": "later"}, "changed"),
         ({"stated": "soon"}, "stated"),
         ({"evidence": "strong"}, "evidence"),
-        ({"asks_massive": "nobody"}, "refers to unknown cell 'nobody' in its check, asks_massive or asks_sink"),
+        ({"requires_massive": "nobody"}, "refers to unknown cell .nobody. in its check, requires_massive or"),
         ({"scales": ["large"]}, "scales"),
     ],
 )  # fmt: skip
 def test_a_claim_that_says_something_impossible_is_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         made(claims=[{**CLAIM, **change}])
+
+
+def test_a_manifest_of_an_earlier_version_is_read() -> None:
+    """Its names of preconditions and of kinds of checks, also within `all`."""
+    alike, at = {"is": "alike", "value": "valid_loss", "margin": 0.1}, {"is": "stands_at", "cell": "softmax"}
+    of = ["softmax", "sigmoid"]
+    first = {"id": "a", "text": "..", "check": {**alike, "of": of}, "asks_massive": "sigmoid", "asks_sink": None}
+    second = {"id": "b", "text": "..", "check": {"is": "all", "of": [{**at, "position": 2}, {**alike, "of": of}]}}
+    before = made(claims=[first, second], asks_sink=True)
+    now = made(
+        claims=[
+            {"id": "a", "text": "..", "check": {**alike, "is": "equal", "of": of}, "requires_massive": "sigmoid"},
+            {
+                "id": "b",
+                "text": "..",
+                "check": {
+                    "is": "all",
+                    "of": [{**at, "is": "peak_at", "position": 2}, {**alike, "is": "equal", "of": of}],
+                },
+            },
+        ],
+        requires_sink=True,
+    )
+    assert before.claims[0].model_dump() == now.claims[0].model_dump()
+    assert (before.claims[1], before.requires_sink) == (now.claims[1], now.requires_sink)
 
 
 def test_two_claims_of_one_id_are_refused() -> None:

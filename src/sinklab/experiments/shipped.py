@@ -79,7 +79,7 @@ def _explain(error: ValidationError) -> list[str]:
 def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
     """Return a copy of a claim with `same_as` that has the check of the referenced claim; else raise ValueError.
 
-    If the claim does not set `scales`, `asks_massive` or `asks_sink`, the copy also has that of the referenced claim,
+    If the claim does not set `scales` or a precondition, the copy also has that of the referenced claim,
     without scales that `experiment` lacks.
     """
     name, _, wanted = (claim.same_as or "").rpartition(".")
@@ -94,7 +94,10 @@ def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
         raise ValueError(f"claim {claim.id} refers to {claim.same_as}, but {why}")
     scales = claim.scales or (found.scales and tuple(scale for scale in found.scales if scale in experiment.base))
     condition, asks = other.precondition(found), {}
-    for name, own, needs in (("asks_massive", claim.asks_massive, "massive"), ("asks_sink", claim.asks_sink, "sink")):
+    for name, own, needs in (
+        ("requires_massive", claim.requires_massive, "massive"),
+        ("requires_sink", claim.requires_sink, "sink"),
+    ):
         of_found = condition.cell if condition and condition.needs == needs else False
         asks[name] = of_found if own is None else own
     return claim.model_copy(update={"check": found.check, "scales": scales, **asks})

@@ -13,7 +13,7 @@ from pydantic import Field
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.assessing.parts import PartName
 from sinklab.errors import InputError
-from sinklab.experiments.claims import Scale, quantities_of
+from sinklab.experiments.claims import Scale
 from sinklab.experiments.definition import ONLY_MEASURED, Experiment
 from sinklab.experiments.documents import RECORD, CellRun, Summary, edited, record_of
 from sinklab.experiments.quantities import RunNumbers
@@ -216,7 +216,7 @@ def summary_of(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:
 
 def _quantities(one: SweepManifest) -> Iterator[str]:
     yield from one.experiment.columns
-    yield from (name for claim in one.experiment.claims if claim.check for name in quantities_of(claim.check))
+    yield from (name for claim in one.experiment.claims if claim.check for name in claim.check.quantities)
 
 
 def _read(
