@@ -13,6 +13,7 @@ from sinklab.commands.assess import assess
 from sinklab.commands.ending import end
 from sinklab.commands.evaluate import evaluate
 from sinklab.commands.from_model import PanelCommand, PlainGroup, with_options
+from sinklab.commands.lab import lab
 from sinklab.commands.measure import compare, measure, parity
 from sinklab.commands.options import Json, option, print_result
 from sinklab.commands.sft import sft
@@ -63,7 +64,7 @@ def train(
     recipe: Annotated[
         str,
         typer.Argument(
-            help="A recipe file, or one of tiny, mini, laptop, tiny-128, small, 60m, 1b, backcopy, trigger_average, "
+            help="A recipe file, or one of tiny, mini, laptop, lab, tiny-128, small, 60m, 1b, backcopy, trigger_average, "
             "continued."
         ),
     ],
@@ -276,7 +277,7 @@ def runs(
 GROUPS = {
     "Measure a model": {"measure": measure, "compare": compare, "parity": parity, "assess": assess, "eval": evaluate},
     "Train models": {
-        "lab": reproduce.lab,
+        "lab": lab,
         "train": train,
         "sft": sft,
         "export": export,
