@@ -3,8 +3,8 @@
     python -m benchmarks.committed results/archive/tiny
 
 Writes `src/sinklab/experiments/committed.json`, which is part of the package; other scales in the file are kept. Also
-writes two tables in results/archive/README.md: the verdicts on the paper's statements at each scale that has committed verdicts, and
-the number of confirmatory claims by subject and verdict.
+writes two tables in results/archive/README.md: the verdicts on the paper's statements at each scale that has committed
+verdicts, and the number of confirmatory claims by subject and verdict.
 """
 
 import argparse

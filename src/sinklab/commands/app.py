@@ -64,8 +64,8 @@ def train(
     recipe: Annotated[
         str,
         typer.Argument(
-            help="A recipe file, or one of tiny, mini, laptop, lab, tiny-128, small, 60m, 1b, backcopy, trigger_average, "
-            "continued."
+            help="A recipe file, or one of tiny, mini, laptop, lab, tiny-128, small, 60m, 1b, backcopy, "
+            "trigger_average, continued."
         ),
     ],
     overrides: Annotated[

@@ -71,9 +71,7 @@ def print_lab(summary: "Summary", out: Path, console: "Console") -> None:
     columns.append(TableColumn("loss", "nats per token", ".2f"))
     quantities = ("sink_1", "sink_bias", "valid_loss")
     rows = [[label, *(value(cell, one) for one in quantities)] for cell, label in MODELS.items()]
-    notes = [
-        "Sink: a key with more than 0.3 of the attention, averaged over queries. Percent of heads and sequences."
-    ]
+    notes = ["Sink: a key with more than 0.3 of the attention, averaged over queries. Percent of heads and sequences."]
     print_table(Table("Six small models", columns, rows, notes), console)
     known = {cell: value(cell, "sink_1") for cell in MODELS}
     biases = {cell: value(cell, "sink_bias") for cell in ("task_k_biases", "k_biases")}
