@@ -15,6 +15,7 @@ from sinklab.report.collect import collect
 from sinklab.report.data import ReportData
 
 RESULTS = Path(__file__).parents[2] / "results"
+PACKS = {path.parent.name: path.parent for path in RESULTS.rglob("checksums.txt")}
 REPLAYED = {
     "tiny": ("table_10", "figure_4", "figure_30", "table_5", "table_11"),
     "mini": ("massive_activations_mini", "figure_29", "table_2"),
@@ -42,8 +43,8 @@ def with_runs_of(pack: Path, experiments: tuple[str, ...], folder: Path) -> Path
 
 @pytest.mark.parametrize("name", REPLAYED)
 def test_committed_verdicts_are_given_again(name: str, tmp_path: Path) -> None:
-    before = read_document(Summary, RESULTS / name / SUMMARY, "")
-    top = with_runs_of(RESULTS / name, REPLAYED[name], tmp_path)
+    before = read_document(Summary, PACKS[name] / SUMMARY, "")
+    top = with_runs_of(PACKS[name], REPLAYED[name], tmp_path)
     now = summary_of(read_manifests(top), top)
     for experiment in REPLAYED[name]:
         there, here = (one.experiments[experiment].model_copy(update={"adapted": []}) for one in (before, now))
@@ -61,7 +62,7 @@ def test_ten_runs_are_packed_as_they_were(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(packing, "export_charts", drawn)
     monkeypatch.setattr(packing, "render", drawn)
-    pack = RESULTS / "trigger_average"
+    pack = PACKS["trigger_average"]
     top = with_runs_of(pack, ("trigger_average",), tmp_path)
     summary_of(read_manifests(top), top).save(top)
     again = packing.pack_sweep(collect([top]), tmp_path / "trigger_average")

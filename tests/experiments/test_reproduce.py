@@ -301,7 +301,7 @@ def nothing(out: Path) -> None:
         (
             ["all", "--scale", "huge"],
             nothing,
-            "no experiment has scale 'huge'; choose from: tiny, mini, laptop, small, 60m, 1b, backcopy, "
+            "no experiment has scale 'huge'; choose from: tiny, mini, laptop, lab, small, 60m, 1b, backcopy, "
             "trigger_average",
         ),
         (["mine.yaml", "--engine", "cloud"], nothing, "Invalid value for '--engine'"),

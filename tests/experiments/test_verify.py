@@ -266,7 +266,7 @@ def test_packed_results_are_continued(packed: Path, run: Run) -> None:
     assert not Path("elsewhere").exists()
 
 
-COMMITTED = sorted(path.parent for path in (Path(__file__).parents[2] / "results").glob("*/checksums.txt"))
+COMMITTED = sorted(path.parent for path in (Path(__file__).parents[2] / "results").rglob("checksums.txt"))
 LARGE = [
     pytest.param(one, marks=[pytest.mark.slow] * (one.name in ("tiny", "mini", "exploratory"))) for one in COMMITTED
 ]

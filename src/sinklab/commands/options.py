@@ -83,8 +83,8 @@ class ReproduceSettings(CommandSettings, frozen=True):
 
     scale: Annotated[str | None, Flag(metavar="NAME")] = Field(
         default=None,
-        description="Models to train: tiny, mini, laptop, small, 60m, 1b, backcopy or trigger_average; default: the "
-        "experiment's only scale, else tiny.",
+        description="Models to train: tiny, mini, laptop, lab, small, 60m, 1b, backcopy or trigger_average; default: "
+        "the experiment's only scale, else tiny.",
     )
     seeds: int | None = Field(
         default=None,

@@ -1,20 +1,18 @@
-"""Command line of `sinklab lab`, `experiments` and `reproduce`."""
+"""Command line of `sinklab experiments` and `reproduce`."""
 
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from sinklab.commands.from_model import with_options
-from sinklab.commands.options import MOST_SEEDS, Json, ReproduceSettings, option, print_result
+from sinklab.commands.options import Json, ReproduceSettings, option, print_result
 from sinklab.commands.terminal.progress import JobProgress
 from sinklab.commands.terminal.tables import print_text, stderr
 from sinklab.errors import InputError
-from sinklab.outputs import RUNS
-from sinklab.settings import INPUT, OUTPUT, option_name
+from sinklab.settings import OUTPUT, option_name
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
@@ -23,32 +21,6 @@ if TYPE_CHECKING:
 ALL = "all"
 ONLY_TRAINING = ("cells", "steps", "jobs", "engine_options", "packed", "scale", "engine", "shard")
 """Settings that are invalid with experiments on existing models."""
-
-
-@with_options
-def lab(
-    out: Annotated[Path, option(OUTPUT, "Directory for the runs, summary.json and report.html.")] = RUNS / "lab",
-    steps: Annotated[int | None, option(INPUT, "Updates per model; default: as in the recipe.", min=1)] = None,
-    text: Annotated[Path | None, option(INPUT, "Train on this text file or folder; default: as in the recipe.")] = None,
-    seeds: Annotated[int, option(INPUT, "Models per cell; a verdict requires five.", min=1, max=MOST_SEEDS)] = 1,
-    as_json: Json = False,
-) -> None:
-    """Train three kinds of tiny models that differ in their sink: softmax, K biases and sigmoid attention.
-
-    Softmax attention develops a sink on the first token. With K biases, the sink moves to the bias. Sigmoid attention
-    without normalisation has almost no sink. A verdict requires five models of each kind. By default, one of each is
-    trained, and the verdicts of shipped results with five are shown for comparison.
-
-    Example: sinklab lab --steps 500 --out runs/short
-
-    The command prints a table and writes report.html. After Ctrl-C, the same command resumes.
-    """
-    from sinklab.commands.reproducing import train_experiments
-    from sinklab.experiments.shipped import load_experiment
-
-    with keeping_what_is_finished():
-        settings = ReproduceSettings(out=out, steps=steps, text=text, seeds=seeds)
-        train_experiments([load_experiment("lab")], settings, as_json)
 
 
 @with_options

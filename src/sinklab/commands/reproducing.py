@@ -5,7 +5,7 @@ A sweep prepares its data once, shares its runs with other processes, and writes
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -111,10 +111,15 @@ def check_chats(experiments: Sequence[Experiment], chats: Path | None) -> None:
         raise InputError(f"{chats} contains no conversation: pass a file whose rows have `messages`")
 
 
-def train_experiments(experiments: Sequence[Experiment], settings: ReproduceSettings, as_json: bool) -> None:
+def train_experiments(
+    experiments: Sequence[Experiment],
+    settings: ReproduceSettings,
+    as_json: bool,
+    show: Callable[[Summary, Console], None] | None = None,
+) -> None:
     """Train the missing runs of the experiments, assess and fine-tune them if requested, and summarise all runs.
 
-    Progress, warnings and failures are printed to stderr, the summary to standard output.
+    Progress, warnings and failures are printed to stderr, the summary to standard output, with `show` if it is given.
 
     Raises:
         InputError: if a text or directory is unusable, a chosen cell does not exist, an overlay yields an invalid
@@ -173,7 +178,8 @@ def train_experiments(experiments: Sequence[Experiment], settings: ReproduceSett
     finally:
         summary = summarised()
         summary.save(out)
-    print_result(as_json, lambda: summary.model_dump(by_alias=True), lambda out: print_summary(summary, now, out))
+    shown = show or (lambda summary, out: print_summary(summary, now, out))
+    print_result(as_json, lambda: summary.model_dump(by_alias=True), lambda out: shown(summary, out))
     for run in summary.runs:
         if run.edited:
             warnings.insert(0, f"{out / run.directory} was modified after the run ended ({', '.join(run.edited)})")

@@ -22,7 +22,7 @@ from sinklab.experiments.quantities import QuantityName, quantity
 from sinklab.schema import Part
 from sinklab.survey.open_models import families
 
-Scale = Literal["tiny", "mini", "laptop", "small", "60m", "1b", "backcopy", "trigger_average"]
+Scale = Literal["tiny", "mini", "laptop", "lab", "small", "60m", "1b", "backcopy", "trigger_average"]
 
 EARLIER_KEYS = {"asks_massive": "requires_massive", "asks_sink": "requires_sink"}
 EARLIER_KINDS = {"stands_at": "peak_at", "alike": "equal"}

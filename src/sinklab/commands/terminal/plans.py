@@ -172,7 +172,7 @@ def print_variants(overlays: "Mapping[str, Overlay]", console: Console) -> None:
 
 def print_plan(plan: "TrainingPlan", console: Console) -> None:
     """Print parameters, tokens, FLOPs, estimated memory and, on a known GPU, minimum time of a training run."""
-    from sinklab.train.planning import megabytes
+    from sinklab.train.planning import MB
 
     per_token = plan.flops_per_step / plan.tokens_per_step
     rows = {
@@ -181,8 +181,7 @@ def print_plan(plan: "TrainingPlan", console: Console) -> None:
         "tokens": f"{plan.tokens:,}, {plan.tokens_per_step:,} per step",
         "FLOPs": f"{plan.flops_per_step:.3g} per step, {per_token:.3g} per token",
         **{f"  {name}": f"{part / plan.flops.total:.0%}" for name, part in asdict(plan.flops).items()},
-        "memory per process": f"{megabytes(plan.memory.total)} MB",
-        **{f"  {name}": f"{megabytes(size)} MB" for name, size in asdict(plan.memory).items()},
+        **{f"{name} per process, roughly": f"{size / MB:,.0f} MB" for name, size in plan.memory.items()},
     }
     if plan.hours_at_peak is not None:
         rows["time at the GPU's peak FLOP/s"] = f"{plan.hours_at_peak:.1f} hours"

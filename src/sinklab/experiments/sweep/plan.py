@@ -93,7 +93,8 @@ def plan_sweep(
 
     Args:
         seeds: number of seeds of each experiment; default: the experiment's.
-        overlay: recipe overlay for all cells, applied after those of the cell.
+        overlay: recipe overlay for all cells, applied after those of the cell, except for `data`: a cell with its own
+            data, such as a synthetic task, keeps it.
 
     Raises:
         InputError: if an experiment does not have the scale, a base recipe is missing or not YAML, a recipe is invalid
@@ -132,11 +133,13 @@ def cells_of(experiment: Experiment, scale: str, seeds: int | None, overlay: Map
     diverging = {check.cell for check in checks if isinstance(check, Diverges) and check.kind == "diverges"}
     values = recipe_values(experiment.base[scale])
     base = build_recipe(values, overlay, origin=experiment.base[scale])
+    text = {key: value for key, value in overlay.items() if key == "data"}
+    rest = {key: value for key, value in overlay.items() if key != "data"}
     found = {}
     for name, overlays in experiment.cells_at(scale).items():
         top = {"name": name, "seed": 0}
         recipe = with_checkpoint_values(
-            build_recipe(values, *overlays, overlay, top, origin=f"cell {name} of {experiment.id}")
+            build_recipe(values, text, *overlays, rest, top, origin=f"cell {name} of {experiment.id}")
         )
         may_diverge = name in diverging or any(
             variant.may_diverge and variant.overlay in overlays for variant in VARIANTS.values()
