@@ -42,7 +42,7 @@ def experiments(
     """
     from sinklab.commands.terminal.plans import print_coverage, print_experiment, print_experiments
     from sinklab.experiments.paper import paper_coverage
-    from sinklab.experiments.shipped import list_experiments
+    from sinklab.experiments.shipped import list_experiments, listing
 
     if coverage:
         if names:
@@ -58,9 +58,9 @@ def experiments(
             print_experiments(found, out)
             return
         for name, one in zip(names, found, strict=True):
-            print_experiment(one, _plan_command(name, one.experiment), out)
+            print_experiment(one, _plan_command(name, one[0]), out)
 
-    print_result(as_json, lambda: [one.document() for one in found], show)
+    print_result(as_json, lambda: [listing(*one) for one in found], show)
 
 
 def _plan_command(name: str, experiment: "Experiment") -> str:
@@ -131,39 +131,35 @@ def reproduce(
 
 
 def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "list[Experiment]":
-    """Return the named experiments without duplicates; all must train models, or all must measure existing models.
+    """Return the named experiments without duplicates; InputError if they do not fit each other or the options.
 
     The name `all` selects the shipped experiments that train models at the scale; those that fine-tune their models
     are included only if conversations are passed (--data).
-
-    Raises:
-        InputError: see `load_experiment`; also if `all` selects none, two different experiments have the same id, some
-            train models and some measure existing ones, or an option is invalid for this kind of experiment.
     """
     from sinklab.experiments.definition import SCALES
     from sinklab.experiments.shipped import experiment_ids, load_experiment
 
+    scale = settings.scale_name
     found: dict[str, Experiment] = {}
-    first: dict[bool, str] = {}
     for name in dict.fromkeys(names):
         loaded = [load_experiment(one) for one in (experiment_ids() if name == ALL else [name])]
         if name == ALL:
-            loaded = [one for one in loaded if settings.scale_name in one.base and (settings.data or not one.tune)]
-        first.setdefault(name != ALL and bool(loaded[0].requests), name)
+            loaded = [one for one in loaded if scale in one.base and (settings.data or not one.tune)]
         for one in loaded:
             if found.setdefault(one.id, one) != one:
                 raise InputError(f"two different experiments have the id {one.id}: run them in separate commands")
-    if len(first) == 2:
-        raise InputError(
-            f"{first[True]} measures existing models, and {first[False]} trains its own: run them in separate commands"
-        )
-    if False in first and settings.models:
-        raise InputError(f"--model {settings.models[0]}: {first[False]} trains its own models; remove --model")
     if not found:
-        raise InputError(f"no experiment has scale {settings.scale!r}; choose from: {', '.join(SCALES)}")
-    if True in first:
-        for name in ONLY_TRAINING:
-            if (value := getattr(settings, name)) != ReproduceSettings.model_fields[name].default:
-                option = f"{option_name(ReproduceSettings, name)}{f' {value}' if isinstance(value, str) else ''}"
-                raise InputError(f"{option} applies to training, and {next(iter(found))} trains no model: remove it")
+        raise InputError(f"no experiment has scale {scale!r}; choose from: {', '.join(SCALES)}")
+    measures = {bool(one.requests): one.id for one in reversed(found.values())}
+    if len(measures) == 2:
+        raise InputError(
+            f"{measures[True]} measures existing models, and {measures[False]} trains its own: run them in separate "
+            "commands"
+        )
+    if False in measures and settings.models:
+        raise InputError(f"--model {settings.models[0]}: {measures[False]} trains its own models; remove --model")
+    for name in ONLY_TRAINING if True in measures else ():
+        if (value := getattr(settings, name)) != ReproduceSettings.model_fields[name].default:
+            option = f"{option_name(ReproduceSettings, name)}{f' {value}' if isinstance(value, str) else ''}"
+            raise InputError(f"{option} applies to training, and {measures[True]} trains no model: remove it")
     return list(found.values())

@@ -46,8 +46,19 @@ class _Check(Part):
 
     @property
     def quantities(self) -> tuple[str, ...]:
-        """Names of the check's quantities, the main quantity first."""
-        return (getattr(self, "value"),)  # noqa: B009
+        """Names of the check's quantities, the main quantity first; empty for `diverges` and `trains`."""
+        match self:
+            case QuantityClaim():
+                return (self.value,)
+            case PeakAt():
+                return (f"sink_{self.position}",)
+            case Appears():
+                return ("sink_1",)
+            case Precedes():
+                return (self.then, self.first)
+            case All():
+                return tuple(dict.fromkeys(name for check in self.of for name in check.quantities))
+        return ()
 
 
 class QuantityClaim(_Check):
@@ -182,11 +193,6 @@ class PeakAt(_Check):
     position: int = Field(ge=1)
     at_least: float = Field(default=1.0, gt=0, lt=100)
 
-    @property
-    def quantities(self) -> tuple[str, ...]:
-        """The sink rate of the position."""
-        return (f"sink_{self.position}",)
-
 
 class Appears(_Check):
     """At every seed, Sink_1 of a cell is at least `rate` percent at the last evaluation up to step `before`.
@@ -200,11 +206,6 @@ class Appears(_Check):
     after: int | None = Field(default=None, ge=0)
     before: int = Field(ge=1)
 
-    @property
-    def quantities(self) -> tuple[str, ...]:
-        """Sink_1."""
-        return ("sink_1",)
-
 
 class Precedes(_Check):
     """At every seed of a cell, the quantity `first` is smaller than `then`, such as `norm_step` < `emergence_step`."""
@@ -214,11 +215,6 @@ class Precedes(_Check):
     first: QuantityName
     then: QuantityName
 
-    @property
-    def quantities(self) -> tuple[str, ...]:
-        """The later quantity, then the earlier one."""
-        return (self.then, self.first)
-
 
 class Diverges(_Check):
     """Training of a cell diverges (loss, gradient or weights not finite) at every seed, or at none (trains)."""
@@ -226,31 +222,20 @@ class Diverges(_Check):
     kind: Literal["diverges", "trains"] = Field(alias="is")
     cell: str
 
-    @property
-    def quantities(self) -> tuple[str, ...]:
-        """None."""
-        return ()
-
 
 SingleCheck = Within | SinkAbsent | Differs | Equal | Monotone | PeakAt | Appears | Precedes | Diverges
-_Single = Annotated[SingleCheck, Field(discriminator="kind")]
 
 
 class All(_Check):
     """Conjunction of checks: reproduced if all checks are reproduced, contradicted if any is (`judging.ORDER`)."""
 
     kind: Literal["all"] = Field(default="all", alias="is")
-    of: tuple[Annotated[_Single, BeforeValidator(renamed)], ...] = Field(min_length=2)
+    of: tuple[Annotated[SingleCheck, Field(discriminator="kind"), BeforeValidator(renamed)], ...] = Field(min_length=2)
 
     @property
     def cells(self) -> tuple[str, ...]:
         """Names of the cells of all checks."""
         return tuple(dict.fromkeys(cell for check in self.of for cell in check.cells))
-
-    @property
-    def quantities(self) -> tuple[str, ...]:
-        """Names of the quantities of all checks."""
-        return tuple(dict.fromkeys(name for check in self.of for name in check.quantities))
 
 
 def _on_the_list(name: str) -> str:
@@ -302,7 +287,7 @@ class OverSubjects(QuantityClaim):
         return Equal.model_validate({"is": "equal", "of": cells, "value": self.value, "margin": self.margin})
 
 
-Check = Annotated[SingleCheck | All | OverSubjects, Field(discriminator="kind")]
+Check = Annotated[SingleCheck | All | OverSubjects, Field(discriminator="kind"), BeforeValidator(renamed)]
 
 
 def parts_of(check: Check) -> tuple[SingleCheck | OverSubjects, ...]:
@@ -337,7 +322,7 @@ class Claim(Part):
 
     id: str = Field(pattern=r"^\w+$")
     text: str
-    check: Annotated[Check | None, BeforeValidator(renamed)] = None
+    check: Check | None = None
     same_as: str | None = Field(default=None, pattern=r"^[\w.-]+\.\w+$")
     scales: tuple[Scale, ...] | None = None
     requires_massive: bool | str | None = None

@@ -204,7 +204,7 @@ class Adaptation(Part):
     without: tuple[str, ...] = ()
 
 
-class Sweep(Part):
+class SweepDesign(Part):
     """What is trained or measured: cells, with their seeds and adaptations to scales. All are trained, or all measured.
 
     Attributes:
@@ -394,7 +394,7 @@ class ClaimSet(Part):
     _names = model_validator(mode="before")(renamed)
 
 
-class Experiment(ClaimSet, Sweep):
+class Experiment(ClaimSet, SweepDesign):
     """An experiment file: a sweep, what is claimed of it, and how its results are shown.
 
     Attributes:
