@@ -4,18 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from sinklab.experiments.claims import (
-    Appears,
-    Differs,
-    Diverges,
-    Equal,
-    Monotone,
-    PeakAt,
-    Precedes,
-    SingleCheck,
-    SinkAbsent,
-    Within,
-)
+from sinklab.experiments import claims
 from sinklab.experiments.documents import ReplicateKind
 from sinklab.experiments.quantities import AT_EPS, AVERAGED, RunNumbers, quantity
 from sinklab.experiments.results import CellResults
@@ -108,57 +97,57 @@ class Runs:
         return found
 
 
-def decide(check: SingleCheck, runs: Runs) -> Finding:
+def decide(check: claims.SingleCheck, runs: Runs) -> Finding:
     """Decide a check on the runs of its cells; raise UnmeasuredError if a cell has no values."""
     match check:
-        case Within():
+        case claims.Within():
             values = runs.values(check.cells, check.value, check.at_step)
             held = [_keeps(value, check) for value in values[check.cell].values()]
             return Finding(seed_by_seed(held), len(held), values, [held])
-        case SinkAbsent():
+        case claims.SinkAbsent():
             values = runs.values(check.cells, check.value, check.at_step)
             held, repeated = _no_sink(check, runs)
             return Finding(seed_by_seed(held), len(held), values, [held], repeated=repeated)
-        case Differs():
+        case claims.Differs():
             return _differs(check, runs)
-        case Equal():
+        case claims.Equal():
             return _equal(check, runs)
-        case Monotone():
+        case claims.Monotone():
             return _monotone(check, runs)
-        case PeakAt():
+        case claims.PeakAt():
             return _peak_at(check, runs)
-        case Appears():
+        case claims.Appears():
             return _appears(check, runs)
-        case Precedes():
+        case claims.Precedes():
             first, then = (runs.values(check.cells, name)[check.cell] for name in (check.first, check.then))
             shared = sorted(set(first) & set(then))
             held = [first[seed] < then[seed] for seed in shared]
             pairs = {name: {seed: found[seed] for seed in shared} for name, found in
                      ((check.first, first), (check.then, then))}  # fmt: skip
             return Finding(seed_by_seed(held), len(held), pairs, [held])
-        case Diverges():
+        case claims.Diverges():
             diverges = check.kind == "diverges"
             held = [diverges] * runs.failed(check.cell) + [not diverges] * len(runs.of(check.cell))
             return Finding(seed_by_seed(held), len(held), {}, [held])
 
 
-def _keeps(value: float, check: Within | Differs) -> bool:
+def _keeps(value: float, check: claims.Within | claims.Differs) -> bool:
     above = check.at_least is None or value >= check.at_least
     return above and (check.at_most is None or value <= check.at_most)
 
 
-def _no_sink(check: SinkAbsent | Differs, runs: Runs) -> tuple[list[bool], bool]:
+def _no_sink(check: claims.SinkAbsent | claims.Differs, runs: Runs) -> tuple[list[bool], bool]:
     """Return whether the sink rate is below 1 % at each of the last evaluations, by seed, and if these are several."""
     last = runs.last(check.cell, check.value, check.at_step).values()
     return [max(values) < NO_SINK for values in last], any(len(values) > 1 for values in last)
 
 
-def moved(check: Differs, low: Sequence[float]) -> list[float]:
+def moved(check: claims.Differs, low: Sequence[float]) -> list[float]:
     """Return the values that the larger ones must exceed: `by` above the smaller values, or `times` them."""
     return [value + (check.by or 0.0) if check.times is None else value * check.times for value in low]
 
 
-def _differs(check: Differs, runs: Runs) -> Finding:
+def _differs(check: claims.Differs, runs: Runs) -> Finding:
     values = runs.values(check.cells, check.value, check.at_step)
     a, b = list(values[check.cell].values()), list(values[check.than].values())
     high, low = (a, b) if check.kind == "greater" else (b, a)
@@ -175,7 +164,7 @@ def _differs(check: Differs, runs: Runs) -> Finding:
     return Finding(holds, min(len(a), len(b)), values, statements, all(size), repeated=repeated)
 
 
-def _paired(check: Equal | Monotone, runs: Runs) -> tuple[Values, list[int]]:
+def _paired(check: claims.Equal | claims.Monotone, runs: Runs) -> tuple[Values, list[int]]:
     """Return the values by cell and seed, and the seeds that have values in all cells."""
     values = runs.values(check.cells, check.value, check.at_step)
     shared = sorted(set.intersection(*map(set, values.values())))
@@ -184,14 +173,14 @@ def _paired(check: Equal | Monotone, runs: Runs) -> tuple[Values, list[int]]:
     return values, shared
 
 
-def apart(check: Equal, values: Values) -> dict[str, list[float]]:
+def apart(check: claims.Equal, values: Values) -> dict[str, list[float]]:
     """Return the differences from the cell to compare with at the seeds that all cells have, by other cell."""
     shared = sorted(set.intersection(*map(set, values.values())))
     others = [cell for cell in values if cell != check.reference] or [check.reference]
     return {cell: [values[cell][seed] - values[check.reference][seed] for seed in shared] for cell in others}
 
 
-def _equal(check: Equal, runs: Runs) -> Finding:
+def _equal(check: claims.Equal, runs: Runs) -> Finding:
     """Decide equivalence: at every seed, every other cell must differ from the first by at most the margin."""
     values, shared = _paired(check, runs)
     differences = apart(check, values).values()
@@ -202,7 +191,7 @@ def _equal(check: Equal, runs: Runs) -> Finding:
     return Finding(False if beyond else True if seed_by_seed(held) else None, len(shared), values, [held])
 
 
-def _monotone(check: Monotone, runs: Runs) -> Finding:
+def _monotone(check: claims.Monotone, runs: Runs) -> Finding:
     sign = 1 if check.kind == "rising" else -1
     values, shared = _paired(check, runs)
     middle = (len(check.over) - 1) / 2
@@ -223,7 +212,7 @@ def _monotone(check: Monotone, runs: Runs) -> Finding:
     return Finding(None if opposite else holds, len(shared), values, [held], opposite=opposite)
 
 
-def _peak_at(check: PeakAt, runs: Runs) -> Finding:
+def _peak_at(check: claims.PeakAt, runs: Runs) -> Finding:
     name = f"sink_{check.position}"
     values = runs.values(check.cells, name)
     rates, ahead = values[check.cell], []
@@ -236,7 +225,7 @@ def _peak_at(check: PeakAt, runs: Runs) -> Finding:
     return Finding(seed_by_seed(ahead), len(ahead), values, [ahead, large], seed_by_seed(large) is True)
 
 
-def _appears(check: Appears, runs: Runs) -> Finding:
+def _appears(check: claims.Appears, runs: Runs) -> Finding:
     rates: dict[int, dict[int, float]] = {}
     for step in [check.before] if check.after is None else [check.after, check.before]:
         last = runs.last(check.cell, "sink_1", step, count=1)

@@ -3,18 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from sinklab.experiments.claims import (
-    Appears,
-    Differs,
-    Diverges,
-    Equal,
-    Monotone,
-    PeakAt,
-    Precedes,
-    SingleCheck,
-    SinkAbsent,
-    Within,
-)
+from sinklab.experiments import claims
 from sinklab.experiments.documents import ReplicateKind
 from sinklab.experiments.quantities import Quantity, quantity
 from sinklab.experiments.verdicts.counts import FEWEST, middle_and_ends, pairs_against, share_interval
@@ -86,7 +75,7 @@ def difference(values: Sequence[float], of: Quantity, noun: ReplicateKind, what:
     return f"{text}." if len(known) == 1 else f"{text} [{low}, {high}]."
 
 
-def bounds(check: Within | Differs, of: Quantity) -> str:
+def bounds(check: claims.Within | claims.Differs, of: Quantity) -> str:
     """Format one or two bounds on a quantity: `at least 10 %`, `at least 10 and at most 20 %`."""
     parts = [f"at least {check.at_least:g}"] if check.at_least is not None else []
     parts += [f"at most {check.at_most:g}"] if check.at_most is not None else []
@@ -101,21 +90,21 @@ def unmeasured(error: UnmeasuredError, noun: ReplicateKind) -> str:
     return f"{quantity(error.name).label}{when} was not measured in {' and '.join(error.cells)}."
 
 
-def evidence(check: SingleCheck, found: Finding, noun: ReplicateKind) -> str:
+def evidence(check: claims.SingleCheck, found: Finding, noun: ReplicateKind) -> str:
     """Return the sentences on what was found for a check."""
     values = found.values
     count = counted(found.held[0], noun) if found.held else ""
     match check:
-        case Within():
+        case claims.Within():
             limits = bounds(check, quantity(check.value))
             return f"{values_text(values, check.value, noun)} The value is {limits} at {count}."
-        case SinkAbsent():
+        case claims.SinkAbsent():
             return f"{values_text(values, check.value, noun)} {_below(check, found, noun)}"
-        case Differs():
+        case claims.Differs():
             return _differs(check, found, noun)
-        case Equal():
+        case claims.Equal():
             return _equal(check, found, noun)
-        case Monotone():
+        case claims.Monotone():
             sign = "positive" if check.kind == "rising" else "negative"
             text = f"The slope over the cells in this order is {sign} at {count}."
             text = f"{values_text(values, check.value, noun)} {text}"
@@ -123,20 +112,20 @@ def evidence(check: SingleCheck, found: Finding, noun: ReplicateKind) -> str:
                 return text
             steps = " and ".join(f"{one} to {other}" for one, other in found.opposite)
             return f"{text} From {steps}, the values change in the opposite direction without overlap of the {noun}s."
-        case PeakAt():
+        case claims.PeakAt():
             ahead, large = (counted(held, noun) for held in found.held)
             return (
                 f"{values_text(values, f'sink_{check.position}', noun)} The rate at position {check.position} is the "
                 f"highest of positions 1 to T / 2 at {ahead}, and at least {check.at_least:g} % at {large}."
             )
-        case Appears():
+        case claims.Appears():
             shown = " ".join(
                 f"At the last evaluation up to step {int(step):,}, {values_text({check.cell: rates}, 'sink_1', noun)}"
                 for step, rates in values.items()
             )
             when = "between these steps" if check.after is not None else "by this step"
             return f"{shown} The rate reaches {check.rate:g} % {when} at {count}."
-        case Precedes():
+        case claims.Precedes():
             one, other = quantity(check.first), quantity(check.then)
             both = zip(values[check.first].values(), values[check.then].values(), strict=True)
             pairs = ", ".join(f"{number(first, one)} and {number(then, other)}" for first, then in both)
@@ -144,17 +133,17 @@ def evidence(check: SingleCheck, found: Finding, noun: ReplicateKind) -> str:
                 f"Pairs of {check.first} and {check.then} of {check.cell} by {noun}: {pairs}{unit(other)}. "
                 f"{check.first} is smaller than {check.then} at {count}."
             )
-        case Diverges():
+        case claims.Diverges():
             ended = "diverged" if check.kind == "diverges" else "did not diverge"
             return f"Training of {check.cell} {ended} at {count}."
 
 
-def _below(check: SinkAbsent | Differs, found: Finding, noun: ReplicateKind) -> str:
+def _below(check: claims.SinkAbsent | claims.Differs, found: Finding, noun: ReplicateKind) -> str:
     each = " at each of the last three evaluations" if found.repeated else ""
     return f"The rate of {check.cell} is below {NO_SINK:g} %{each} at {counted(found.held[-1], noun)}."
 
 
-def _differs(check: Differs, found: Finding, noun: ReplicateKind) -> str:
+def _differs(check: claims.Differs, found: Finding, noun: ReplicateKind) -> str:
     of, cell, than = quantity(check.value), found.values[check.cell], found.values[check.than]
     greater = check.kind == "greater"
     a, b = list(cell.values()), list(than.values())
@@ -180,7 +169,7 @@ def _differs(check: Differs, found: Finding, noun: ReplicateKind) -> str:
     return " ".join(sentences)
 
 
-def _equal(check: Equal, found: Finding, noun: ReplicateKind) -> str:
+def _equal(check: claims.Equal, found: Finding, noun: ReplicateKind) -> str:
     of, each = quantity(check.value), values_text(found.values, check.value, noun)
     differences = apart(check, found.values)
     farthest = max(differences, key=lambda cell: max(abs(d) for d in differences[cell]))
