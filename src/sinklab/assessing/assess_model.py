@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from sinklab.assessing.assessment import ASSESSMENT, HELD_OUT, Assessment, load_assessment
-from sinklab.assessing.part import AssessText, PartJob
+from sinklab.assessing.part import AssessText
 from sinklab.assessing.parts import IN_QUICK, PARTS, USUAL, known_part
+from sinklab.assessing.reading import PartInput
 from sinklab.assessing.settings import AssessOptions, AssessSettings, settings_for
 from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError
@@ -68,7 +69,7 @@ def assess(
     with ledger.locked():
         source = AssessText(open_separable(model, loading), text)
         settings = settings_for(source.model, options)
-        jobs, skipped = _jobs(source, settings, options, skips)
+        inputs, skipped = _inputs(source, settings, options, skips)
         found = _so_far(ledger, source, text, settings, options)
 
         def skip(part: str, why: str) -> None:
@@ -78,10 +79,11 @@ def assess(
 
         def run(part: str, progress: StepProgress) -> str:
             nonlocal found
-            progress.begin(jobs[part].passes, f"evaluating {jobs[part].passes} sequences")
-            start = time.perf_counter()
+            given, start = inputs[part], time.perf_counter()
+            given.passes.report = progress.reach
+            progress.begin(text=f"evaluating sequences of {given.tokens_NT.shape[1]:,} tokens")
             try:
-                done = jobs[part].run(progress.advance)
+                done = PARTS[part].run(given)
             except InputError as error:
                 if not skips:
                     raise _cannot_be_run(part, str(error)) from error
@@ -95,7 +97,9 @@ def assess(
             if part not in found.results:
                 skip(part, why)
                 observe(JobEvent("skipped", part, text=why))
-        run_steps([JobStep(part, partial(run, part), "" if part in found.results else None) for part in jobs], observe)
+        run_steps(
+            [JobStep(part, partial(run, part), "" if part in found.results else None) for part in inputs], observe
+        )
         return found
 
 
@@ -145,22 +149,23 @@ def _so_far(
     return before.model_copy(update={"notes": new.notes})
 
 
-def _jobs(
+def _inputs(
     text: AssessText, settings: AssessSettings, options: AssessOptions, skips: bool
-) -> tuple[dict[str, PartJob], dict[str, str]]:
-    """Return the jobs of the parts that can be run on the model, and the reason for each skipped part, by name.
+) -> tuple[dict[str, PartInput], dict[str, str]]:
+    """Return the inputs of the parts that can be run on the model, and the reason for each skipped part, by name.
 
     Without `skips`, a part that cannot be run raises InputError. A text that is unreadable or too short always raises
     it, except for a part with `long_text`, which then counts as a part that cannot be run.
     """
-    jobs: dict[str, PartJob] = {}
+    inputs: dict[str, PartInput] = {}
     skipped: dict[str, str] = {}
     for name in options.parts or (IN_QUICK if options.quick else USUAL):
         part = PARTS[name]
         why = part.refusal(text.model.adapter, settings)
         try:
             if why is None:
-                jobs[name] = part.job(text, settings)
+                tokens_NT, others_MT = part.text_size(settings).read(text)
+                inputs[name] = PartInput(text.model.adapter, tokens_NT, settings, others_MT)
         except InputError as error:
             if not part.long_text:
                 raise
@@ -169,7 +174,7 @@ def _jobs(
             if not skips:
                 raise _cannot_be_run(name, why)
             skipped[name] = why
-    return jobs, skipped
+    return inputs, skipped
 
 
 def _notes(text: AssessText, settings: AssessSettings, options: AssessOptions) -> list[str]:

@@ -107,7 +107,11 @@ class Assessment(VersionedDocument):
         errors = {
             name: found
             for name, part in self.results.items()
-            if (found := [one.error for row in part.rows() if (one := row.effect) and one.error is not None])
+            if (
+                found := [
+                    row.effect.error for row in part.rows() if row.what and row.effect and row.effect.error is not None
+                ]
+            )
         }
         ranges = ", ".join(f"{name} {_range(found)}" for name, found in errors.items())
         return [f"Standard errors of the added losses (nats): {ranges}."] if ranges else []
