@@ -121,7 +121,7 @@ def test_a_checkpoint_that_was_torn_is_passed_over(tmp_path: Path) -> None:
     tune(str(model), TuneSources(chats), SHORT, tmp_path / "out", observe=interrupt)
     checkpoints = tmp_path / "out" / "checkpoints"
     torn = max(checkpoints.iterdir(), key=lambda path: int(path.name.rpartition("-")[2]))
-    (torn / "complete").unlink()
+    (torn / "trainer_state.json").write_text("{")
     (torn / "model.safetensors").write_bytes(b"")
     continued = tune(str(model), TuneSources(chats), SHORT, tmp_path / "out").tuning
     assert continued.chat == tune(str(model), TuneSources(chats), SHORT, tmp_path / "whole").tuning.chat
@@ -287,6 +287,6 @@ def test_a_loss_that_is_not_finite_ends_the_tuning(logs: dict[str, float], named
     from sinklab.tuning.trainer import TuneRecord
 
     sink = sinklab.SinkCallback(torch.zeros(1, 4, dtype=torch.long))
-    record = TuneRecord(tmp_path, [], [], sink, lambda: False, StepProgress("tuning", lambda event: None))
+    record = TuneRecord(tmp_path, sink, lambda: False, StepProgress("tuning", lambda event: None))
     with pytest.raises(SinklabError, match=f"{named}.*must be finite"):
         record.on_log(None, hf.TrainerState(global_step=3), None, logs)
