@@ -20,7 +20,7 @@ from sinklab.assessing.assessment import Assessment
 from sinklab.assessing.parts import PARTS, USUAL
 from sinklab.assessing.parts.streaming import Streaming
 from sinklab.assessing.settings import AssessOptions, settings_for
-from sinklab.jobs.progress import JobEvent, Observer, ignore
+from sinklab.jobs import JobEvent, Observer, ignore
 from sinklab.opening import open_model
 from sinklab.train.directory.lock import HeldError
 

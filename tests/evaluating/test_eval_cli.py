@@ -15,7 +15,7 @@ from trained_run import trained_run
 from sinklab.evaluating.evaluate_model import evaluate_model
 from sinklab.evaluating.evaluation import DownstreamScores, TaskRequest, load_scores
 from sinklab.extras import install_command
-from sinklab.jobs.progress import JobEvent
+from sinklab.jobs import JobEvent
 from sinklab.survey.measure_many import text_hash
 from sinklab.train.directory.lock import HeldError, lock_run, one_writer
 

@@ -19,7 +19,7 @@ from trained_run import trained_run
 import sinklab
 from sinklab.data.sources.textfiles import read_conversations
 from sinklab.errors import SinklabError
-from sinklab.jobs.progress import JobEvent, StepProgress
+from sinklab.jobs import JobEvent, StepProgress
 from sinklab.tuning.chats import ChatTemplate
 from sinklab.tuning.settings import TuneOptions
 from sinklab.tuning.sft_dataset import TuneSources

@@ -14,8 +14,7 @@ from sinklab.assessing.settings import AssessOptions, AssessSettings, settings_f
 from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError
 from sinklab.files import parse_json
-from sinklab.jobs.ledger import JobStep, Ledger, check_request, run_steps
-from sinklab.jobs.progress import JobEvent, Observer, StepProgress, ignore
+from sinklab.jobs import JobEvent, JobStep, Ledger, Observer, StepProgress, check_request, ignore, run_steps
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.opening import Model, is_run, open_model
 

@@ -293,9 +293,7 @@ class PairedReader:
         return {"sequences": N, "length": T, "unchanged": self.unchanged.effect()}
 
     def effects(
-        self,
-        kind: Callable[..., OneEffect],
-        conditions: Iterable[tuple[Mapping[str, Any], Change | Sequence[Change]]],
+        self, kind: Callable[..., OneEffect], conditions: Iterable[tuple[Mapping[str, Any], Change | Sequence[Change]]]
     ) -> list[OneEffect]:
         """Return the effect of each condition, with its labels as further fields of `kind`.
 

@@ -43,7 +43,7 @@ from sinklab.experiments.sweep.plan import (
     plan_sweep,
 )
 from sinklab.experiments.sweep.preview import Preview, pace_here, pace_of_runs, preview
-from sinklab.jobs.progress import Observer
+from sinklab.jobs import Observer
 from sinklab.models.huggingface.loading import Loading
 from sinklab.outputs import REPORT, RUNS, check_results
 from sinklab.signals import INTERRUPTED, PreemptedError

@@ -27,8 +27,7 @@ from sinklab.evaluating.evaluation import (
 )
 from sinklab.evaluating.tasks import SCORES, ChosenTask, chosen_tasks, inside_lm_eval
 from sinklab.files import write_gzip
-from sinklab.jobs.ledger import JobStep, Ledger, check_request, run_steps, unsaved
-from sinklab.jobs.progress import JobEvent, Observer, StepProgress, ignore
+from sinklab.jobs import JobEvent, JobStep, Ledger, Observer, StepProgress, check_request, ignore, run_steps, unsaved
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.models.hooks import Progress
@@ -43,12 +42,7 @@ RESAMPLED = 1000
 
 
 def evaluate_model(
-    name: str,
-    request: TaskRequest,
-    *,
-    loading: Loading = AS_IT_IS,
-    out: Path | None = None,
-    observe: Observer = ignore,
+    name: str, request: TaskRequest, *, loading: Loading = AS_IT_IS, out: Path | None = None, observe: Observer = ignore
 ) -> DownstreamScores:
     """Evaluate a model on downstream tasks, and measure its sink.
 

@@ -22,7 +22,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
 from sinklab.errors import SinklabError
-from sinklab.jobs.progress import StepProgress
+from sinklab.jobs import StepProgress
 from sinklab.measuring.huggingface.callback import EVAL_PREFIX, SinkCallback
 from sinklab.model.loss import IGNORED
 from sinklab.models.native import is_exported

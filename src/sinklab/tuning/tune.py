@@ -9,8 +9,7 @@ from pathlib import Path
 from sinklab.errors import InputError, SinklabError
 from sinklab.extras import require_extra
 from sinklab.files import is_full, sha256_of
-from sinklab.jobs.ledger import Ledger, check_request
-from sinklab.jobs.progress import JobEvent, Observer, StepProgress, ignore
+from sinklab.jobs import JobEvent, Ledger, Observer, StepProgress, check_request, ignore
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, without_bars
 from sinklab.models.native import is_exported
 from sinklab.signals import stop_on_signals

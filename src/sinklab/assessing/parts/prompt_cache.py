@@ -11,13 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sinklab.assessing.cache_policies import (
-    CachePolicy,
-    CacheSize,
-    latest_attention,
-    policies_of,
-    seen_by_key_heads,
-)
+from sinklab.assessing.cache_policies import CachePolicy, CacheSize, latest_attention, policies_of, seen_by_key_heads
 from sinklab.assessing.part import AssessPart, PartFigure, PartRow
 from sinklab.assessing.reading import Effect, PartInput, refused
 from sinklab.assessing.settings import AssessSettings

@@ -138,9 +138,7 @@ class Quantisation(AssessPart):
     numbers = (
         PartNumber("int8_added", "Static int8, added loss", ("Int8", "static, nats added")),
         PartNumber(
-            "int8_due_to_sink",
-            "Part of static int8's added loss that is due to the sink",
-            ("of the sink", "of these"),
+            "int8_due_to_sink", "Part of static int8's added loss that is due to the sink", ("of the sink", "of these")
         ),
     )
     layout = PartFigure(

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from sinklab.errors import InputError, UnsavedError
-from sinklab.jobs.ledger import JobStep, check_request, run_steps
-from sinklab.jobs.progress import JobEvent, StepProgress
+from sinklab.jobs import JobEvent, JobStep, StepProgress, check_request, run_steps
 
 REQUEST = {"model": "a", "dtype": "auto"}
 
