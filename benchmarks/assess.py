@@ -71,7 +71,7 @@ def row(text: AssessText, name: str, settings: AssessSettings, rounds: int) -> d
     """Measure the cost of one part and return its row (see the module docstring), with the goals missed."""
     part, adapter = PARTS[name], text.model.adapter
     tokens_NT, others_MT = part.text_size(settings).read(text)
-    given = PartInput(adapter, tokens_NT, settings, others_MT)
+    given = PartInput(adapter, settings, tokens_NT, others_MT)
     with counted_tokens(adapter) as tokens:
         part.run(given)
     N, T = tokens_NT.shape

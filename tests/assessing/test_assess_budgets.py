@@ -9,7 +9,7 @@ from assessed import part_settings, run_part, small, some_tokens
 from closeness import assert_close
 from families import family_tokens, pair_of
 
-from sinklab.assessing.cache_policies import CacheSize
+from sinklab.assessing.cache_policies import KeyBudget
 from sinklab.assessing.parts import budgets
 from sinklab.assessing.parts.budgets import FRACTIONS, Budgets, RestrictedHeads
 from sinklab.assessing.parts.streaming import RollingCache
@@ -45,7 +45,7 @@ def test_a_restricted_key_head_reads_as_under_a_mask_of_transformers(family: str
     with evaluating(eager), evaluating(model):
         expected = eager.base_model(tokens, attention_mask=added, use_cache=False).last_hidden_state
         with changed_attention(
-            adapter, RestrictedHeads(CacheSize(5, 2), frozenset({(1, restricted), (2, restricted)}))
+            adapter, RestrictedHeads(KeyBudget(5, 2), frozenset({(1, restricted), (2, restricted)}))
         ):
             found = adapter.hidden(tokens)
     assert_close(found, expected, 1e-6)
@@ -53,7 +53,7 @@ def test_a_restricted_key_head_reads_as_under_a_mask_of_transformers(family: str
 
 def test_in_a_run_one_head_of_one_layer_is_restricted_and_the_others_are_not() -> None:
     one, outputs = small("grouped keys"), {}
-    edit = RestrictedHeads(CacheSize(6, 1), frozenset({(2, 1)}))
+    edit = RestrictedHeads(KeyBudget(6, 1), frozenset({(2, 1)}))
 
     def watch(layer: LayerCall) -> torch.Tensor:
         changed = edit(layer)
@@ -88,7 +88,7 @@ def test_an_operation_that_counts_visible_keys_counts_them_separately_for_every_
     def watch(layer: LayerCall) -> torch.Tensor:
         whole, rolling = layer.output(), RollingCache(6, 1, in_cache=False)(layer).output()
         for head in range(4):
-            out = RestrictedHeads(CacheSize(6, 1), frozenset({(layer.index, head + 1)}))(layer).output()
+            out = RestrictedHeads(KeyBudget(6, 1), frozenset({(layer.index, head + 1)}))(layer).output()
             others = [other for other in range(4) if other != head]
             compared.append((out[:, head], rolling[:, head], whole[:, head]))
             assert_close(out[:, others], whole[:, others], 1e-12)
@@ -104,7 +104,7 @@ def test_an_operation_that_counts_visible_keys_counts_them_separately_for_every_
 def test_all_heads_restricted_is_a_rolling_cache() -> None:
     one, tokens = small("sink token"), some_tokens()
     reader = PairedReader(one, tokens)
-    both = (RestrictedHeads(CacheSize(6, 2), key_heads(one)), RollingCache(6, 2, in_cache=False))
+    both = (RestrictedHeads(KeyBudget(6, 2), key_heads(one)), RollingCache(6, 2, in_cache=False))
     restricted, rolling = (reader.under(edit).effect() for edit in both)
     assert restricted.kl == pytest.approx(rolling.kl)
 

@@ -10,7 +10,7 @@ from sampling import one_in
 from streaming_reference import Policy, distinct_keys, first_and_recent, heavy_hitters, latest_attention, streamed
 
 from sinklab.assessing import cache_policies
-from sinklab.assessing.cache_policies import EVICTION, CachePolicy, CacheSize, policies_of
+from sinklab.assessing.cache_policies import EVICTION, CachePolicy, KeyBudget, policies_of
 from sinklab.assessing.parts.budgets import Budgets
 from sinklab.assessing.parts.eviction import Eviction
 from sinklab.assessing.parts.prompt_cache import PromptCache
@@ -25,7 +25,7 @@ from sinklab.models.native import NativeAdapter
 
 def evicting(policy: str, keys: int, first: int = 0, seed: int = 0) -> Edit:
     (found,) = (one for one in policies_of(EVICTION) if one.name == policy)
-    return lambda layer: found.evict(layer, CacheSize(keys, first, seed))
+    return lambda layer: found.evict(layer, KeyBudget(keys, first, seed))
 
 
 def under(one: NativeAdapter, edit: Edit, tokens: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from sampling import one_in
 from torch import Tensor
 
 from sinklab.assessing.cache_policies import PROMPT as PROMPTS
-from sinklab.assessing.cache_policies import CacheSize, policies_of
+from sinklab.assessing.cache_policies import KeyBudget, policies_of
 from sinklab.assessing.parts.prompt_cache import PromptCache, PromptKeys
 from sinklab.assessing.reading import PairedReader, Passes, changed_attention, refused
 from sinklab.attention.masks import Dense
@@ -71,7 +71,7 @@ RULES: dict[str, tuple[int, Rule]] = {
 
 def prompt_keys(policy: str, keys: int, first: int = 0, seed: int = 0) -> PromptKeys:
     (found,) = (one for one in policies_of(PROMPTS) if one.name == policy)
-    return PromptKeys(found, CacheSize(keys, first, seed))
+    return PromptKeys(found, KeyBudget(keys, first, seed))
 
 
 def continued(model: Any, tokens: Tensor, rule: Rule, budget: int) -> tuple[Tensor, list[Tensor]]:
@@ -117,9 +117,9 @@ def test_all_keys_of_the_prompt_change_nothing(variant: str) -> None:
     reader = PairedReader(one, tokens)
     for policy in policies_of(PROMPTS):
         P = PROMPT + one.leading
-        after = reader.under(PromptKeys(policy, CacheSize(P))).effect()
+        after = reader.under(PromptKeys(policy, KeyBudget(P))).effect()
         assert after.loss == pytest.approx(reader.unchanged.effect().loss, rel=1e-9)
-        fewer = reader.under(PromptKeys(policy, CacheSize(2)))
+        fewer = reader.under(PromptKeys(policy, KeyBudget(2)))
         assert fewer.effect(start=PROMPT + 2).kl > 1e-6
         assert fewer.effect(stop=PROMPT + 2).kl == pytest.approx(0, abs=1e-12)
 

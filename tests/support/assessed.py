@@ -60,4 +60,4 @@ def run_part(
     """Result of a part; `given` are its sequences, its separate sequences, and settings that differ from the usual."""
     first, *others = [one for one in given if isinstance(one, torch.Tensor)]
     settings = next((one for one in given if isinstance(one, AssessSettings)), part_settings())
-    return part.run(PartInput(adapter, first, settings, others[0] if others else None, passes or Passes()))
+    return part.run(PartInput(adapter, settings, first, others[0] if others else None, passes or Passes()))

@@ -42,7 +42,7 @@ WINDOW, POOLED = 64, 5  # latest queries and neighbouring keys of SnapKV
 
 
 @dataclass(frozen=True)
-class CacheSize:
+class KeyBudget:
     """Size C of a cache, number n < C of first keys that policies keep or bar, and random seed."""
 
     keys: int
@@ -81,17 +81,17 @@ class CachePolicy:
     """
 
     name: str
-    scores: Callable[[LayerCall, CacheSize], Scores] | None = None
-    recent: Callable[[CacheSize], int] = lambda size: 0
+    scores: Callable[[LayerCall, KeyBudget], Scores] | None = None
+    recent: Callable[[KeyBudget], int] = lambda size: 0
     first: Literal["kept", "barred"] | None = None
-    queries: Callable[[CacheSize], int] | None = None
+    queries: Callable[[KeyBudget], int] | None = None
     parts: tuple[str, ...] = (EVICTION, PROMPT, BUDGETS)
 
-    def evict(self, layer: LayerCall, size: CacheSize) -> LayerCall:
+    def evict(self, layer: LayerCall, size: KeyBudget) -> LayerCall:
         """Return the call with every query restricted to the keys in its cache, which include its own."""
         return layer.masked(self.mask(layer, size))
 
-    def mask(self, layer: LayerCall, size: CacheSize) -> Mask:
+    def mask(self, layer: LayerCall, size: KeyBudget) -> Mask:
         """Return the mask of the keys in the cache of every query; evicted keys do not return to the cache."""
         if self.scores is None:
             return Kept(size.keys, size.first if self.first == "kept" else 0)
@@ -114,7 +114,7 @@ class CachePolicy:
             older_BGS &= torch.zeros_like(older_BGS).scatter_(-1, chosen, True) & (candidates > -torch.inf)
         return Dense(kept_BGLL.repeat_interleave(layer.call.q_BHTD.shape[1] // G, 1))
 
-    def of_prompt(self, prompt: LayerCall, size: CacheSize, needed_BGP: Tensor) -> Tensor:
+    def of_prompt(self, prompt: LayerCall, size: KeyBudget, needed_BGP: Tensor) -> Tensor:
         """Return True for the keys of a prompt that are kept after it, among those that are needed: (B, G, P)."""
         B, G, P, _ = prompt.call.k_BGTD.shape
         score_BGP = torch.arange(P, device=needed_BGP.device, dtype=torch.float32).expand(B, G, P)
@@ -128,7 +128,7 @@ class CachePolicy:
         kept_BGP = torch.zeros_like(needed_BGP).scatter(-1, score_BGP.topk(size.keys, -1).indices, True)
         return kept_BGP & (score_BGP > -torch.inf)
 
-    def _of_first(self, score_BGS: Tensor, size: CacheSize) -> Tensor:
+    def _of_first(self, score_BGS: Tensor, size: KeyBudget) -> Tensor:
         score_BGS = score_BGS.clone()
         if self.first is not None:
             score_BGS[..., : size.first] = torch.inf if self.first == "kept" else -torch.inf
@@ -153,7 +153,7 @@ class Kept(Mask):
         return start, max(start, min(first + 1, keys))
 
 
-def accumulated_attention(layer: LayerCall, size: CacheSize) -> Scores:
+def accumulated_attention(layer: LayerCall, size: KeyBudget) -> Scores:
     """Score keys by the sum of their attention so far (H2O)."""
     row, total_BGL = rows_of(layer), layer.call.k_BGTD.new_zeros(layer.call.k_BGTD.shape[:3], dtype=torch.float32)
 
@@ -164,7 +164,7 @@ def accumulated_attention(layer: LayerCall, size: CacheSize) -> Scores:
     return scores
 
 
-def pooled_attention(layer: LayerCall, size: CacheSize) -> Scores:
+def pooled_attention(layer: LayerCall, size: KeyBudget) -> Scores:
     """Score keys by the attention of the w latest queries, averaged over neighbouring keys before these (SnapKV)."""
     row, latest = rows_of(layer), list[Tensor]()
 
@@ -180,13 +180,13 @@ def pooled_attention(layer: LayerCall, size: CacheSize) -> Scores:
     return scores
 
 
-def latest_attention(layer: LayerCall, size: CacheSize) -> Scores:
+def latest_attention(layer: LayerCall, size: KeyBudget) -> Scores:
     """Score keys by the attention of the latest query, mean over the heads of the layer (TOVA)."""
     row, G = rows_of(layer), layer.call.k_BGTD.shape[1]
     return lambda t, kept_BGS: row(t, kept_BGS).float().mean((1, 2))[:, None].expand(-1, G, -1)
 
 
-def distinctness(layer: LayerCall, size: CacheSize) -> Scores:
+def distinctness(layer: LayerCall, size: KeyBudget) -> Scores:
     """Score keys by minus the cosine to the mean of the unit keys in the cache (KeyDiff)."""
     unit_BGLD = F.normalize(layer.exact().call.k_BGTD, dim=-1)
 
@@ -198,13 +198,13 @@ def distinctness(layer: LayerCall, size: CacheSize) -> Scores:
     return scores
 
 
-def small_norm(layer: LayerCall, size: CacheSize) -> Scores:
+def small_norm(layer: LayerCall, size: KeyBudget) -> Scores:
     """Score keys by minus their norm."""
     norm_BGL = layer.exact().call.k_BGTD.norm(dim=-1)
     return lambda t, kept_BGS: -norm_BGL[..., : t + 1]
 
 
-def chance(layer: LayerCall, size: CacheSize) -> Scores:
+def chance(layer: LayerCall, size: KeyBudget) -> Scores:
     """Score keys at random, independently for each layer, KV head and sequence of a batch; all batches are alike."""
     draw = torch.Generator().manual_seed(size.seed + layer.index)
     rank_BGL = torch.rand(layer.call.k_BGTD.shape[:3], generator=draw).to(layer.call.k_BGTD.device)

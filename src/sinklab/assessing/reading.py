@@ -228,8 +228,8 @@ class PartInput:
     """
 
     adapter: Adapter
-    tokens_NT: Tensor
     settings: AssessSettings
+    tokens_NT: Tensor
     others_MT: Tensor | None = None
     passes: Passes = field(default_factory=Passes)
 
@@ -284,11 +284,7 @@ class PairedReader:
                 self.passes.read(len(tokens_NT))
 
     def result_fields(self) -> dict[str, Any]:
-        """Return the fields that the results of all parts share: `sequences`, `length` and `unchanged`.
-
-        Raises:
-            SinklabError: see `ByPosition.effect`; the same holds for `effects`.
-        """
+        """Return the fields that the results of all parts share: `sequences`, `length` and `unchanged`."""
         N, T = self.tokens_NT.shape
         return {"sequences": N, "length": T, "unchanged": self.unchanged.effect()}
 

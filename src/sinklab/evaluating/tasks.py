@@ -53,8 +53,8 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
         data: file with the items of HellaSwag; None: the file in SINKLAB_DATA/eval, else the hub.
 
     Raises:
-        InputError: see `require_extra` and `hellaswag.read_items`; also if a name is unknown, a task needs a package
-            that is not installed, items cannot be downloaded, or `data` is set and HellaSwag is not in `names`.
+        InputError: if a name is unknown, a package is not installed, items cannot be read or downloaded, or `data` is
+            set and HellaSwag is not in `names`.
     """
     require_extra("eval", ("lm_eval", "accelerate"), "a downstream task")
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  # an extra
@@ -91,7 +91,7 @@ def chosen_task(name: str, data: Path | None) -> ChosenTask:
     """Load one task by its name, with its items (see `chosen_tasks`).
 
     Raises:
-        InputError: see `chosen_tasks`; also if the name is a group or tag with several tasks.
+        InputError: if the task is unusable, or the name is that of a group or tag with several tasks.
     """
     found = chosen_tasks([name], data)
     if len(found) != 1:

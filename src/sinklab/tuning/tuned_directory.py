@@ -163,7 +163,7 @@ def write_rows(path: Path, rows: Sequence[BaseModel]) -> None:
 
     Raises:
         ValueError: if a row contains NaN or an infinite number.
-        InputError, SinklabError: see `write_text`.
+        InputError, SinklabError: if the file cannot be written.
     """
     write_text(path, "".join(json.dumps(row.model_dump(mode="json"), allow_nan=False) + "\n" for row in rows))
 

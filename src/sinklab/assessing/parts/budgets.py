@@ -28,7 +28,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sinklab.assessing.cache_policies import FIRST_AND_RECENT, CachePolicy, CacheSize, policies_of
+from sinklab.assessing.cache_policies import FIRST_AND_RECENT, CachePolicy, KeyBudget, policies_of
 from sinklab.assessing.part import AssessPart, PartFigure, PartNumber, PartRow, TextSize
 from sinklab.assessing.reading import (
     DRAWS,
@@ -114,7 +114,7 @@ class Budgets(AssessPart):
     def run(cls, given: PartInput) -> "Budgets":
         """Measure the cost of restricting each KV head, on the other sequences, and the loss for every policy."""
         settings, S = given.settings, given.tokens_NT.shape[1] + given.adapter.leading
-        size = CacheSize(min(settings.budgets), min(settings.most_kept, min(settings.budgets) - 1), settings.seed)
+        size = KeyBudget(min(settings.budgets), min(settings.most_kept, min(settings.budgets) - 1), settings.seed)
         alone = given.reader_of_others()
         heads = alone.by_key_head(lambda chosen: RestrictedHeads(size, chosen))
         shares: dict[tuple[int, int], list[Tensor]] = {(one.layer, one.head): [] for one in heads}
@@ -139,7 +139,7 @@ class Budgets(AssessPart):
                 conditions.append(({"policy": policy, "full": full, "keys": keys}, edits))
             for one in policies_of(cls.name):
                 policy = FOR_ALL if one is FIRST_AND_RECENT else f"{FOR_ALL}, {one.name}"
-                equal = partial(one.evict, size=CacheSize(round(keys), size.first, size.seed))
+                equal = partial(one.evict, size=KeyBudget(round(keys), size.first, size.seed))
                 conditions.append(({"policy": policy, "full": full, "keys": keys}, [equal]))
         return cls(
             **reader.result_fields(),
@@ -191,7 +191,7 @@ def _mean_keys(size: int, length: int) -> float:
 class RestrictedHeads:
     """Attention edit that restricts KV heads to the keys that a policy keeps."""
 
-    size: CacheSize
+    size: KeyBudget
     heads: HeadSet
     policy: CachePolicy = FIRST_AND_RECENT
 

@@ -6,7 +6,7 @@ The cache of a query includes its own key. Keys are evicted after every query; e
 from collections.abc import Iterator
 from functools import partial
 
-from sinklab.assessing.cache_policies import CachePolicy, CacheSize, accumulated_attention, policies_of
+from sinklab.assessing.cache_policies import CachePolicy, KeyBudget, accumulated_attention, policies_of
 from sinklab.assessing.part import AssessPart, PartFigure, PartNumber, PartRow
 from sinklab.assessing.reading import Effect, PartInput, refused
 from sinklab.assessing.settings import AssessSettings
@@ -39,13 +39,13 @@ class Eviction(AssessPart):
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
-        return refused(adapter, partial(CachePolicy("probe", accumulated_attention).evict, size=CacheSize(2)))
+        return refused(adapter, partial(CachePolicy("probe", accumulated_attention).evict, size=KeyBudget(2)))
 
     @classmethod
     def run(cls, given: PartInput) -> "Eviction":
         """Measure the loss for every eviction policy and budget."""
         reader, settings = given.reader(), given.settings
-        sizes = [CacheSize(C, min(settings.most_kept, C - 1), settings.seed) for C in settings.budgets]
+        sizes = [KeyBudget(C, min(settings.most_kept, C - 1), settings.seed) for C in settings.budgets]
         conditions = [
             ({"policy": policy.name, "budget": size.keys}, partial(policy.evict, size=size))
             for size in sizes

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sinklab.assessing.cache_policies import CachePolicy, CacheSize, latest_attention, policies_of, seen_by_key_heads
+from sinklab.assessing.cache_policies import CachePolicy, KeyBudget, latest_attention, policies_of, seen_by_key_heads
 from sinklab.assessing.part import AssessPart, PartFigure, PartRow
 from sinklab.assessing.reading import Effect, PartInput, refused
 from sinklab.assessing.settings import AssessSettings
@@ -66,14 +66,14 @@ class PromptCache(AssessPart):
                 f"prompts of {settings.length // 2} tokens, half of --length, have no more keys than the smallest "
                 f"--budget, {min(settings.budgets)}: set a smaller --budget, or a larger --length"
             )
-        return refused(adapter, PromptKeys(CachePolicy("probe", latest_attention), CacheSize(1)))
+        return refused(adapter, PromptKeys(CachePolicy("probe", latest_attention), KeyBudget(1)))
 
     @classmethod
     def run(cls, given: PartInput) -> "PromptCache":
         """Measure the loss of the continuation for every policy, and every budget that is smaller than the prompt."""
         reader, settings = given.reader(), given.settings
         prompt = given.tokens_NT.shape[1] // 2
-        sizes = [CacheSize(C, min(settings.most_kept, C - 1), settings.seed) for C in settings.budgets if prompt > C]
+        sizes = [KeyBudget(C, min(settings.most_kept, C - 1), settings.seed) for C in settings.budgets if prompt > C]
         edits = [PromptKeys(policy, size) for size in sizes for policy in policies_of(cls.name)]
         given.passes.expect(len(edits) * len(given.tokens_NT))
         found = []
@@ -113,7 +113,7 @@ class PromptKeys:
     """
 
     policy: CachePolicy
-    size: CacheSize
+    size: KeyBudget
     first_kept: list[Tensor] = field(default_factory=list)
 
     def __call__(self, layer: LayerCall) -> LayerCall:

@@ -29,7 +29,7 @@ Losses with rounded activations are means of several draws (`sinklab.assessing.r
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -49,25 +49,19 @@ INT8, INT4 = 8, 4
 GROUP, FP4_BLOCK = 32, 16
 E4M3, E4M3_MAX, E4M3_TINY = torch.float8_e4m3fn, 448.0, 2.0**-6  # the largest value, and the smallest normal one
 E2M1_MAX = 6.0
-Activations = Literal[
-    "full",
-    "int8 static per tensor",
-    "int8 dynamic per tensor",
-    "int8 per token",
-    "int4 per token",
-    "fp8 static per tensor",
-    "nvfp4",
-]
-Weights = Literal["int8 per channel", "int4 in groups of 32", "fp8 per channel", "nvfp4"]
 Maxima = dict[nn.Module, Tensor]
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """Quantisation of weights and of activations; if `rotate` is True, both are rotated before rounding."""
+    """Quantisation of weights and of activations; if `rotate` is True, both are rotated before rounding.
 
-    weights: Weights
-    activations: Activations
+    Weights: int8 or fp8 per channel, int4 in groups of 32, nvfp4. Activations: int8 static or dynamic per tensor, int8
+    or int4 per token, fp8 static per tensor, nvfp4, full.
+    """
+
+    weights: str
+    activations: str
     rotate: bool = False
 
 
@@ -303,7 +297,7 @@ def rotated(x: Tensor) -> Tensor:
     return (y / size**0.5).flatten(-2)
 
 
-def quantised_weight(weight_OI: Tensor, kind: Weights) -> Tensor:
+def quantised_weight(weight_OI: Tensor, kind: str) -> Tensor:
     """Round a weight (O, I) with one scale per output channel, per group of at most 32 in a row, or as NVFP4."""
     largest_O1, width = weight_OI.abs().amax(1, keepdim=True), weight_OI.shape[1]
     if kind == "nvfp4":
@@ -434,7 +428,7 @@ def _unflattening(maps: Sequence[LinearMap]) -> Iterator[Callable[[Tensor], Tens
         yield unflattened
 
 
-def _rounded_inputs(x_BTI: Tensor, kind: Activations, largest: Tensor | None) -> Tensor:
+def _rounded_inputs(x_BTI: Tensor, kind: str, largest: Tensor | None) -> Tensor:
     """Round activations; `largest` is that of the calibration, for static scales."""
     if kind == "full" or not x_BTI.numel():
         return x_BTI
