@@ -237,7 +237,7 @@ def test_prepared_data_can_be_trained_on(run: Run, text: Path, tmp_path: Path) -
         (["measure", "x", "--dtype", "float65"], "--dtype float65 is unknown; use one of auto, float32"),
         (["measure", "x", "--map", "3"], "expected LAYER.HEAD"),
         (["measure", "x", "--text", "text.jsonl", "--explore"], "pass MODEL and --out"),
-        (["measure", "x", "--text", ".", "--by-domain", "--explore", "--out", "d"], "remove --family, --by-domain"),
+        (["measure", "x", "--text", ".", "--by-domain", "--explore", "--out", "d"], "remove --by-domain"),
     ],
     ids=lambda value: "_".join(value)[:40] if isinstance(value, list) else None,
 )

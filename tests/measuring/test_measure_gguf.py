@@ -22,10 +22,9 @@ from sinklab.extras import install_command
 from sinklab.measuring.options import Options
 from sinklab.models.huggingface import gguf as gguf_files
 from sinklab.models.huggingface.loading import Loading, load_pretrained
-from sinklab.survey.compare import compare_models
-from sinklab.survey.domains import measure_domains
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
+from sinklab.survey.suites import compare_models, measure_domains
 
 SHAPE: dict[str, Any] = {"sequences": 4, "length": 24}
 SMALL = Request(**SHAPE)

@@ -21,9 +21,9 @@ from sinklab.data.spelling import UNKNOWN, spelling
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.report.page import write_report
-from sinklab.survey.compare import compare_models
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
+from sinklab.survey.suites import compare_models
 
 SMALL = Request(sequences=4, length=16)
 MANY_BYTES = "Ünïcödé 日本語 😀👩‍👧 naïve ﬁn. "

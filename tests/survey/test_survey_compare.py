@@ -13,9 +13,10 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.opening import open_model
 from sinklab.report.page import write_report
-from sinklab.survey.compare import compare_models, labels
+from sinklab.survey.measure_many import labels
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
+from sinklab.survey.suites import compare_models
 
 SMALL = Request(options=Options(eps=(0.3, 0.2)), sequences=4, length=16)
 

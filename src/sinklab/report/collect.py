@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import Field, StrictInt, ValidationError
 
@@ -21,7 +21,7 @@ from sinklab.measuring.statistics.highest import later_sink_text
 from sinklab.report.data import ReportData, ReportedRun, Suite, assign_cells, model_name, recipe_changes
 from sinklab.report.sweeps import Sweep, read_sweep, value_text
 from sinklab.schema import ReadDocument, leaves
-from sinklab.survey.suites import SuiteDocument
+from sinklab.survey.suites import FILES, SuiteDocument
 from sinklab.train.directory.checkpoint import steps_saved
 from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.directory.lock import is_held
@@ -33,8 +33,6 @@ REWRITE = (
     "delete it and run `sinklab reproduce` again, which keeps finished runs, use the version of sinklab that wrote it, "
     "or leave its folder out"
 )
-
-SUITES = {kind.file: kind for kind in get_args(SuiteDocument)}
 
 
 class _ReadTraining(ReadDocument):
@@ -83,9 +81,9 @@ def collect(dirs: list[Path]) -> ReportData:
         runs += [replace(run, cell=prefix + run.cell) for run in found]
         cells |= {prefix + name: cell for name, cell in known.items()}
     suites = [
-        Suite(top, read_document(kind, top / name, "rerun the command that wrote it, or remove the file"))
+        Suite(top, read_document(SuiteDocument, top / name, "rerun the command that wrote it, or remove the file"))
         for top in dirs
-        for name, kind in SUITES.items()
+        for name in FILES.values()
         if (top / name).is_file()
     ]
     place = {suite.top / name: number for suite in suites for number, name in enumerate(suite.document.measured)}

@@ -11,7 +11,7 @@ from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import FIRST_FEW, SecondarySink, first_of_each
 from sinklab.models.layer_kinds import ranges_text
 from sinklab.report.data import ReportData, rates_by_eps
-from sinklab.survey.suites import ComparedQuantity, ComparisonDocument
+from sinklab.survey.suites import ComparedQuantity
 from sinklab.tables import NOTHING, SINK_1, Table, TableCell, TableColumn, Value, names, numbers, plural
 
 POSITIONS = 6  # number of first positions with a row of their own in the table of a measurement
@@ -23,9 +23,9 @@ Labelled = Sequence[tuple[str, Measurement]]
 def suite_tables(data: ReportData) -> list[Table]:
     """Make the report's tables of model comparisons, ablations, and propositions on repeated tokens."""
     compared = [
-        replace(comparison_table(suite.document.rows, list(suite.document.measured)), key=f"comparison-{number}")
+        replace(comparison_table(suite.document.rows, list(suite.document.models)), key=f"comparison-{number}")
         for number, suite in enumerate(data.suites)
-        if isinstance(suite.document, ComparisonDocument)
+        if suite.document.models
     ]
     measured = [(data.label(run), one) for run, one in data.measured]
     return [*compared, *filter(None, (ablations_table(measured), propositions_table(measured)))]

@@ -25,9 +25,9 @@ from sinklab.measuring.frames import remove_tables
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.surgery.study import changed_positions, measure_with_study
 from sinklab.models.hooks import Progress
-from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_config, check_name
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.models.native import check_length
-from sinklab.opening import Model, is_run, open_model
+from sinklab.opening import Model, open_model
 from sinklab.outputs import MEASUREMENT, REPORT, check_results
 from sinklab.survey.bos_check import bos_notes
 from sinklab.survey.request import Request
@@ -66,12 +66,6 @@ def measure_model(
             measurement.save(out)
         remove_tables(out)
     return measurement
-
-
-def check_loadable(name: str, loading: Loading) -> None:
-    """Raise InputError if the config of a model cannot be loaded (`check_config`); runs are not checked."""
-    if not is_run(name):
-        check_config(name, loading)
 
 
 @dataclass(frozen=True)

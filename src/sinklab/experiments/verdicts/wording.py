@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterable, Sequence
 
 from sinklab.experiments.documents import ReplicateKind
-from sinklab.experiments.quantities import Quantity
 from sinklab.experiments.verdicts.counts import middle_and_ends
+from sinklab.measuring.registry import Metric
 
 
-def number(value: float, of: Quantity) -> str:
+def number(value: float, of: Metric) -> str:
     """Format a value of a quantity without its unit; a step that was never reached (infinity) becomes `never`.
 
     Percentages whose magnitude is at least 0.005 and below 1 have one more decimal than the quantity.
@@ -19,22 +19,22 @@ def number(value: float, of: Quantity) -> str:
     return f"{value:z.{decimals}f}"
 
 
-def unit(of: Quantity) -> str:
+def unit(of: Metric) -> str:
     """Return the unit to append to a value of a quantity, such as ` %`; empty for ratios and unitless numbers."""
     return {"x": "", "": ""}.get(of.unit, f" {of.unit}")
 
 
-def step_unit(of: Quantity) -> str:
+def step_unit(of: Metric) -> str:
     """Return the unit to append to a difference of two values: ` points` for percentages, else that of `unit`."""
     return {"%": " points"}.get(of.unit, unit(of))
 
 
-def each_seed(cell: str, values: Iterable[float], of: Quantity) -> str:
+def each_seed(cell: str, values: Iterable[float], of: Metric) -> str:
     """Format the values of a cell, one per seed: `softmax 12.1, 15.3, 9.8 %`."""
     return f"{cell} {', '.join(number(value, of) for value in values)}{unit(of)}"
 
 
-def difference(values: Sequence[float], of: Quantity, noun: ReplicateKind, what: str = "") -> str:
+def difference(values: Sequence[float], of: Metric, noun: ReplicateKind, what: str = "") -> str:
     """Return a sentence with the median of differences and, for several, their range (`middle_and_ends`).
 
     Example: `The median difference at the same seed is -26.7 points [-39.7, -15.7].`
@@ -53,7 +53,7 @@ def difference(values: Sequence[float], of: Quantity, noun: ReplicateKind, what:
     return f"{text}." if len(known) == 1 else f"{text} [{low}, {high}]."
 
 
-def bounds(at_least: float | None, at_most: float | None, of: Quantity) -> str:
+def bounds(at_least: float | None, at_most: float | None, of: Metric) -> str:
     """Format one or two bounds on a quantity: `at least 10 %`, `at least 10 and at most 20 %`."""
     said = [f"at least {at_least:g}"] if at_least is not None else []
     said += [f"at most {at_most:g}"] if at_most is not None else []
