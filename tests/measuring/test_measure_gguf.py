@@ -105,7 +105,7 @@ def test_conversations_go_through_the_chat_template_of_the_file(model: Path, exa
 def test_files_are_compared_and_measured_by_domain(model: Path, exact: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "both"
     comparison = compare_models([str(model), str(exact)], text, SMALL, out=out)
-    first, second = comparison.measured.values()
+    first, second = comparison.outcome.measured.values()
     assert first.sink_rate == second.sink_rate
     assert json.loads((out / exact.name / "request.json").read_text())["files"]
 

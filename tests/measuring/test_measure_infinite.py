@@ -127,7 +127,7 @@ def test_a_comparison_names_the_models_in_which_it_is_infinite(
     for first, second in (("plain", "zeros"), ("zeros", "plain")):
         found = {"plain": plain, "zeros": measured}
         comparison = Survey("models", {"text": "text"}, Outcome({first: found[first], second: found[second]}))
-        for name, one in comparison.measured.items():
+        for name, one in comparison.outcome.measured.items():
             one.save(tmp_path / first / name)
         write_json(tmp_path / first / "comparison.json", comparison.document())
         rows = {row["quantity"]: row for row in strict(tmp_path / first / "comparison.json")["rows"]}

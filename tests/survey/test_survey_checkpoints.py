@@ -136,6 +136,8 @@ def test_a_curve_holds_what_measuring_each_checkpoint_by_itself_gives(
         assert sum(row["by_layer"]) / len(row["by_layer"]) == pytest.approx(row["sink_1"])
         assert Measurement.load(tmp_path / "out" / f"step_{step}").loss == alone.loss
     assert len({row["loss"] for row in rows.values()}) == 3
+    fields = {"step", "unit", "checkpoint", "sink_1", "sink_bias", "uniform_ratio", "loss", "norm_ratio", "by_layer"}
+    assert all(set(row) == fields for row in rows.values())
 
 
 def test_an_interrupted_curve_continues_and_takes_in_what_came_later(

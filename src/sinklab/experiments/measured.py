@@ -386,7 +386,6 @@ def measure_experiment(
         InputError: before any measurement: see `with_models`, `subjects_of`, `passes_of`, `chosen_task` and
             `measure_all`; also if a model or its config cannot be found, or the first unfinished model is unusable. The
             failure of a later model is recorded in the results instead.
-        HeldError, UnsavedError: see `measure_all`.
         SinklabError: see `measure_all`; also if the first unfinished model cannot be loaded (`open_model`).
     """
     experiment = with_models(experiment, models)

@@ -183,7 +183,7 @@ def headline(data: ReportData) -> list[str]:
     if sinks := spread_over_seeds(data, "sink_1"):
         biases = {cell: row for cell, row in spread_over_seeds(data, "sink_bias").items() if cell in sinks}
         sentences.append(_main_result(sinks, biases))
-    if unfinished := sum(run.in_progress for run in trained):
+    if unfinished := sum(bool(run.unfinished) and not run.failed for run in trained):
         verb = "is" if unfinished == 1 else "are"
         sentences.append(
             f"{counted(unfinished, 'run').capitalize()} {verb} unfinished: the numbers below are not final."

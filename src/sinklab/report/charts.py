@@ -10,11 +10,9 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import altair as alt
-import jinja2
 import numpy as np
 
 from sinklab.plots import PlotAxis
@@ -85,16 +83,9 @@ class Figure:
     table: Table | None = None
 
 
-@cache
-def _captions() -> Any:
-    loader = jinja2.PackageLoader("sinklab.report")
-    environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    return environment.get_template("captions.j2").module
-
-
 def caption(name: str, **values: object) -> str:
-    """Return the caption with this name in `templates/captions.j2`, as unescaped text."""
-    return " ".join(getattr(_captions(), name)(**values).split())
+    """Return the caption with this name in `templates/captions.j2`."""
+    return " ".join(getattr(theme.texts().get_template("captions.j2").module, name)(**values).split())
 
 
 def lines(

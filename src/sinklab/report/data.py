@@ -101,11 +101,6 @@ class ReportedRun:
         return self.measurement.seconds if self.measurement else None
 
     @property
-    def in_progress(self) -> bool:
-        """Whether this is an unfinished training run: its last evaluation precedes the last step of its recipe."""
-        return self.trained and not self.failed and (self.steps_done or 0) < (self.planned_steps or 0)
-
-    @property
     def unfinished(self) -> str:
         """Text such as `step 500 of 2000`; empty if the last step was reached, or if the steps are unknown.
 
@@ -241,6 +236,11 @@ class ReportData:
     def detailed(self) -> "list[tuple[ReportedRun, Measurement, Details]]":
         """The runs measured with --details or --map, with measurement and details."""
         return [(run, one, one.details) for run, one in self.measured if one.details is not None]
+
+    @property
+    def has_visible(self) -> bool:
+        """Whether a measurement has the importance averaged over the queries that can see the key."""
+        return any(one.importance_visible is not None for _, one in self.measured)
 
     def arrays(self, of: "Callable[[Measurement], np.ndarray | None]") -> "list[tuple[str, np.ndarray]]":
         """Return (label, array) for each measured run; `of` returns the array of a measurement.

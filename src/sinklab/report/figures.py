@@ -26,7 +26,7 @@ from sinklab.report.charts import (
 )
 from sinklab.report.data import ReportData, ReportedRun, rates_by_eps
 from sinklab.report.measurement_figures import details_figures, importance_figures
-from sinklab.report.run_table import averaged, over_seeds, run_table
+from sinklab.report.run_table import by_layer, over_seeds, run_table
 from sinklab.schema import finite_or_none
 from sinklab.survey.suites import SavedCheckpoint
 from sinklab.tables import SINK_1
@@ -90,15 +90,7 @@ def _by_step(data: ReportData, read: Mapping[str, Callable[[Evaluation], float |
 
 
 def _norm_ratio(data: ReportData) -> Figure | None:
-    rows = averaged(
-        ("cell", "layer"),
-        (
-            (run.cell, layer, ratio)
-            for run in data.runs
-            for layer, ratio in enumerate(run.latest.hidden_norm_ratio)
-            if math.isfinite(ratio)
-        ),
-    )
+    rows = by_layer((run.cell, "", run.latest.hidden_norm_ratio) for run in data.runs)
     if not rows:
         return None
     infinite = any(run.latest.largest_norm_ratio == math.inf for run in data.runs)
@@ -182,11 +174,7 @@ def _domains(measured: Measured, number: int) -> Figure:
 
 
 def _comparison(measured: Measured, cells: Sequence[str], number: int) -> Figure:
-    rows = [
-        {"cell": run.cell, "layer": layer, "value": float(rate)}
-        for run, one in measured
-        for layer, rate in enumerate(one.sink_rate_of_heads().mean(1), start=1)
-    ]
+    rows = by_layer(((run.cell, "", one.sink_rate_of_heads().mean(1)) for run, one in measured), 1)
     eps = measured[0][1].eps
     about = caption("comparison_layers", eps=f"{eps:g}")
     title = f"{SINK_1} of the layer (percent of heads, ε = {eps:g})"

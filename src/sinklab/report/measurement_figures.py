@@ -30,7 +30,7 @@ from sinklab.report import charts, theme
 from sinklab.report.charts import ChartRows, ColourScale, Drawing, Figure
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.result_tables import layers_table, mixing_table, secondary_table
-from sinklab.report.run_table import averaged
+from sinklab.report.run_table import averaged, by_layer
 from sinklab.tables import SINK_1, Table, TableColumn, counted, names
 
 SHOWN_POSITIONS = 64
@@ -45,7 +45,6 @@ NOTEBOOK_WIDTH = 480
 DECIMALS = 4
 """Number of decimals to which importance is rounded in the data of explored heads."""
 VISIBLE = "visible queries"
-LAYER_FIELDS = ("cell", "where", "layer")
 AFTER_BLOCK = "After block (0 is the embedding)"
 MAP_CELLS = 64  # maximum number of rows of a map; larger maps are downsampled, because every entry is an SVG element
 FIRST = ("angles-cosine", "angles-norms", "angles-heads", "value-ratio")  # keys of the first figures
@@ -71,7 +70,7 @@ def _by_head(data: ReportData) -> Figure | None:
     lengths = sorted({measured.length for _, measured in data.measured})
     firsts = [(length, float(uniform_importance(length)[0])) for length in lengths]
     uniform = " and ".join(f"{first:.3f} at T = {length}" for length, first in firsts)
-    about = charts.caption("importance_heads", uniform=uniform, visible=_has_visible(data))
+    about = charts.caption("importance_heads", uniform=uniform, visible=data.has_visible)
     highest = _importance_scale([matrix for _, _, matrix in maps], data)
     scale = replace(highest, references=tuple(first for _, first in firsts))
     drawn = [charts.heatmap(matrix, replace(scale, outlined=eps), name) for name, eps, matrix in maps]
@@ -86,7 +85,7 @@ def _by_layer(data: ReportData) -> Figure | None:
     maps = [(label, array.mean(1)[:, :SHOWN_POSITIONS]) for label, array in [*found, *visible]]
     uniform = [uniform_importance(array.shape[2])[:SHOWN_POSITIONS] for _, array in found] + [None] * len(visible)
     about = charts.caption(
-        "importance_layers", positions=max(matrix.shape[1] for _, matrix in maps), visible=_has_visible(data)
+        "importance_layers", positions=max(matrix.shape[1] for _, matrix in maps), visible=data.has_visible
     )
     scale = _importance_scale([matrix for _, matrix in maps], data)
     drawn = [
@@ -99,10 +98,6 @@ def _by_layer(data: ReportData) -> Figure | None:
 def uniform_importance(length: int) -> np.ndarray:
     """Return the importance of every position under uniform causal attention (see metrics.py), shape (length,)."""
     return metrics.uniform_importance(torch.tensor([length]), length)[0].numpy()
-
-
-def _has_visible(data: ReportData) -> bool:
-    return bool(data.arrays(lambda m: m.importance_visible))
 
 
 def _importance_scale(maps: list[np.ndarray], data: ReportData) -> ColourScale:
@@ -165,21 +160,14 @@ def _norms(data: ReportData) -> Figure | None:
 
 
 def _mixing(data: ReportData) -> Figure | None:
-    rows = averaged(
-        LAYER_FIELDS,
-        (
-            (run.cell, where, block, change)
-            for run, measured in data.measured
-            if (mixing := measured.mixing)
-            for where, spread in (("unchanged model", mixing.spread), ("first key hidden", mixing.spread_without_first))
-            for block, change in enumerate(spread)
-            if block > 0 and math.isfinite(change)
-        ),
-    )
+    found = [(run.cell, mixing) for run, measured in data.measured if (mixing := measured.mixing)]
+    series = [(cell, "unchanged model", one.spread[1:]) for cell, one in found]
+    series += [(cell, "first key hidden", one.spread_without_first[1:]) for cell, one in found]
+    rows = by_layer(series, 1)
     if not rows:
         return None
-    positions = sorted({mixing.position for _, measured in data.measured if (mixing := measured.mixing)})
-    about = charts.caption("mixing", positions=" or ".join(map(str, positions)))
+    positions = " or ".join(map(str, sorted({one.position for _, one in found})))
+    about = charts.caption("mixing", positions=positions)
     chart = _layer_lines(rows, data.cells, "After block", "Relative change")
     table = mixing_table([(data.label(run), one) for run, one in data.measured])
     return Figure("mixing", "Spread of a change of one token", about, [chart], table=table)
@@ -228,25 +216,24 @@ def _figure(data: ReportData, parts: list[tuple[str, PlotSpec]]) -> Figure | Non
             chart = _layer_lines(rows, data.cells, "Layer" if of_layers else AFTER_BLOCK, spec.what)
             return Figure(spec.key, spec.title, spec.caption, [chart]) if rows else None
         case plot_specs.SequenceLines():
-            rates = [(run.cell, one.sink_rate_of_heads().mean(1)) for run, one, _, _ in found]
-            ratios = [(run.cell, one.hidden_norm_ratio or ()) for run, one, *_ in found]
             panels = [
-                (spec.what, AFTER_BLOCK, [(run.cell, array_M) for run, _, _, array_M in found]),
-                ("Norm ratio of the first token", AFTER_BLOCK, ratios),
-                (f"{SINK_1} of the layer (percent of heads)", "Layer", rates),
+                (spec.what, AFTER_BLOCK, [(run.cell, "mean", array_M) for run, _, _, array_M in found]),
+                (
+                    "Norm ratio of the first token",
+                    AFTER_BLOCK,
+                    [(run.cell, "mean", one.hidden_norm_ratio or ()) for run, one, *_ in found],
+                ),
+                (
+                    f"{SINK_1} of the layer (percent of heads)",
+                    "Layer",
+                    [(run.cell, "mean", one.sink_rate_of_heads().mean(1)) for run, one, *_ in found],
+                ),
             ]
-            drawn = []
-            for title, at, arrays in panels:
-                rows = averaged(
-                    LAYER_FIELDS,
-                    (
-                        (cell, "mean", layer, float(value))
-                        for cell, array_L in arrays
-                        for layer, value in enumerate(array_L, int(at == "Layer"))
-                        if math.isfinite(value)
-                    ),
-                )
-                drawn += [_layer_lines(rows, data.cells, at, title, title)] if rows else []
+            drawn = [
+                _layer_lines(rows, data.cells, at, title, title)
+                for title, at, arrays in panels
+                if (rows := by_layer(arrays, int(at == "Layer")))
+            ]
             return Figure(spec.key, spec.title, spec.caption, drawn, small=True)
         case _:
             return _buckets(data, [(one, part) for one, part in parts if isinstance(part, BucketLines)])
@@ -327,15 +314,10 @@ def _first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int =
         arrays: pairs of cell and array (layers, positions), one per run; arrays with a single position are omitted.
         first_layer: number of the layer or block of the first row.
     """
-    return averaged(
-        LAYER_FIELDS,
-        (
-            (cell, where, layer, float(value))
-            for cell, array_LT in arrays
-            if array_LT.shape[1] > 1
-            for where, values in (("first token", array_LT[:, 0]), ("the others", array_LT[:, 1:].mean(1)))
-            for layer, value in enumerate(values, first_layer)
-        ),
+    known = [(cell, array_LT) for cell, array_LT in arrays if array_LT.shape[1] > 1]
+    series = [(cell, "first token", array_LT[:, 0]) for cell, array_LT in known]
+    return by_layer(
+        [*series, *((cell, "the others", array_LT[:, 1:].mean(1)) for cell, array_LT in known)], first_layer
     )
 
 
@@ -401,14 +383,16 @@ def explorers(data: ReportData) -> list[Explorer]:
                 tokens=len(explored.tokens),
                 sequences=one.sequences,
             ),
-            _content(one, explored, _roles(data, one)),
+            _content(data, one, explored),
         )
         for number, (label, one, explored) in enumerate(found)
     ]
 
 
-def _content(one: Measurement, explored: Explored, roles: Mapping[tuple[int, int], str]) -> dict[str, Any]:
+def _content(data: ReportData, one: Measurement, explored: Explored) -> dict[str, Any]:
     rates_LH, importance_LHT = one.sink_rate_of_heads(), one.importance.astype(float).round(DECIMALS)
+    same = [found for found in data.assessed if found.model == one.model and Heads.name in found.results]
+    roles = {(head.layer, head.head): head.kind for found in same for head in found.result(Heads).heads}
     return {
         "eps": one.eps,
         "layers": one.layers,
@@ -427,9 +411,3 @@ def _content(one: Measurement, explored: Explored, roles: Mapping[tuple[int, int
         ],
         "maps": base64.b64encode(zlib.compress(explored.attention.tobytes(), 9)).decode(),
     }
-
-
-def _roles(data: ReportData, one: Measurement) -> dict[tuple[int, int], str]:
-    """Return the kind of each head by (layer, head), 1-based, from assessments of the same model; empty if none."""
-    same = [found for found in data.assessed if found.model == one.model and Heads.name in found.results]
-    return {(head.layer, head.head): head.kind for found in same for head in found.result(Heads).heads}

@@ -3,6 +3,7 @@
 Tables, training curves and headlines are made of this frame: `over_seeds` averages its values over the runs of a cell.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -63,3 +64,21 @@ def averaged(fields: Sequence[str], values: Iterable[Sequence[Any]]) -> list[dic
     rows = [*values]
     table = pl.DataFrame(rows, [*fields, "value"], orient="row", infer_schema_length=None)
     return over_seeds(table.drop_nulls("value"), *fields) if rows else []
+
+
+def by_layer(arrays: Iterable[tuple[str, str, Iterable[float]]], first: int = 0) -> list[dict[str, Any]]:
+    """Average values by layer over runs, as `averaged`, with the keys `cell`, `where` and `layer`.
+
+    Args:
+        arrays: triples of cell, name of the series, and values by layer or block; infinite values are left out.
+        first: number of the first layer or block.
+    """
+    return averaged(
+        ("cell", "where", "layer"),
+        (
+            (cell, where, layer, float(value))
+            for cell, where, array in arrays
+            for layer, value in enumerate(array, first)
+            if math.isfinite(value)
+        ),
+    )

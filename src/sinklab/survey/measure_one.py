@@ -52,9 +52,7 @@ def measure_model(
         progress: callback, called with (sequences done, total sequences).
 
     Raises:
-        InputError: see `open_model`, `Request.check`, `measure_loaded` and `check_results`.
         UnsavedError: if the measurement cannot be saved; the exception contains the measurement.
-        SinklabError: see `open_model` and `measure_loaded`.
     """
     check_name(model)
     request.check(text)
@@ -158,11 +156,7 @@ def _special_notes(model: Model, rows: list[inputs.Encoded]) -> list[str]:
 
 
 def measure_loaded(model: Model, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
-    """Measure the attention sinks of a loaded model; the other arguments are those of `measure_model`.
-
-    Raises:
-        InputError, SinklabError: see `read_tokens` and `measure_with_study`.
-    """
+    """Measure the attention sinks of a loaded model; the other arguments are those of `measure_model`."""
     read = read_tokens(model, text, request)
     measurement = measure_with_study(
         model.adapter,

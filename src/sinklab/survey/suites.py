@@ -174,8 +174,6 @@ def compare_models(
         InputError: before any measurement, if there are fewer than two models, a model is repeated or its config cannot
             be loaded, or see `Request.check` and `measure_all`. Later, if a model cannot be loaded or measured on this
             text, for example because the text is too short.
-        HeldError, UnsavedError: see `measure_all`.
-        SinklabError: see `measure_all`, `open_model` and `measure_loaded`. Finished measurements are kept in `out`.
     """
     if len(models) < 2:
         raise InputError("a comparison needs two models or more: sinklab compare A B --text FILE")
@@ -216,8 +214,6 @@ def measure_domains(
     Raises:
         InputError: see `measure_all` and `Request.check_options`; also if `folder` is not a folder of texts, the inputs
             are not natural, or all domains fail. If only some fail, the results list them with the reasons.
-        HeldError, UnsavedError: see `measure_all`.
-        SinklabError: see `measure_all` and `open_model`.
     """
     if folder is None or not folder.is_dir():
         got = "" if folder is None else f"; got {folder}"
@@ -251,7 +247,6 @@ def measure_checkpoints(
     Raises:
         InputError: see `saved_models`, `Request.check` and `measure_all`; also if all checkpoints fail. If only some
             fail, the results list them with the reasons.
-        HeldError, UnsavedError, SinklabError: see `measure_all`.
     """
     saved = {one.key: one for one in saved_models(model, revisions)}
     request.check(text)
