@@ -43,7 +43,7 @@ def test_a_run_in_progress_is_read_up_to_its_half_written_line(tmp_path: Path) -
         file.write('{"step": 600, "tokens": 12')
     data = collect([run])
     assert data.runs[0].steps_done == 500
-    assert data.runs[0].in_progress
+    assert data.runs[0].unfinished == "step 500 of 2000"
     assert "step 500 of 2000" in table_texts(cells_table(data))[1][0][1]
     assert "One run is unfinished" in " ".join(headline(data))
 

@@ -241,7 +241,7 @@ class Metric:
     unit: str
     decimals: int
     read: Callable[..., float | None] = field(default=lambda *_: None, compare=False, repr=False)
-    of_run: Callable[[Any, int | None], float | None] | None = field(default=None, compare=False, repr=False)
+    of_run: Callable[..., float | None] | None = field(default=None, compare=False, repr=False)
     of_model: "Callable[[Measurement, float], float | None] | None" = field(default=None, compare=False, repr=False)
     at_eps: Callable[[Evaluation], Mapping[str, float | None] | None] | None = field(
         default=None, compare=False, repr=False

@@ -310,7 +310,7 @@ def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int
     return counted
 
 
-def _provenance(data: ReportData, run: ReportedRun, page: Path) -> dict[str, object]:
+def _provenance(data: ReportData, run: ReportedRun, page: Path) -> Mapping[str, object]:
     """Return name, directory, settings, env.json and recipe of a run for the page's template."""
     one, env = run.measurement, run.env
     asked = ("model", "revision", "commit", "inputs", "sequences", "length", "bos") if one else ()

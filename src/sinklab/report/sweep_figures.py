@@ -146,8 +146,8 @@ def _numbers(
         printed = {cell: experiment.published.get(cell, {}).get(metric.name) for cell in labels}
         paper = [{"cell": cell, "value": value} for cell, value in printed.items() if value is not None]
         axis = _values_axis(_title(metric), metric.unit in ("%", "steps"))
-        more = {"replicate": experiment.replicate}
-        drawn.append(dots(labels, seeds, middles, paper, axis, metric.decimals, varied, **more))
+        of = experiment.replicate
+        drawn.append(dots(labels, seeds, middles, paper, axis, metric.decimals, varied, replicate=of))
     if not drawn:
         return None
     about = caption(
