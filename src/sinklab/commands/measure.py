@@ -102,8 +102,7 @@ def measure(
         _run_survey("checkpoints", total, measuring, out, as_json)
     else:
         from sinklab.commands.terminal.results import print_measurement
-        from sinklab.jobs.ledger import unsaved
-        from sinklab.jobs.progress import StepProgress
+        from sinklab.jobs import StepProgress, unsaved
         from sinklab.measuring.frames import write_tables
         from sinklab.survey.measure_one import measure_model
 

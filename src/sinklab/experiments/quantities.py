@@ -30,7 +30,7 @@ JUMP_POINTS = 8
 """Minimum number of points on either side of a jump."""
 
 NORMS = {one.name for one in METRICS.values() if one.about == "norms"}
-"""Metrics of massive activations. `Experiment.asks_massive` applies to the claims that use one of them."""
+"""Metrics of massive activations. `Experiment.requires_massive` applies to the claims that use one of them."""
 
 AT_EPS = {one.name: one.at_eps for one in METRICS.values() if one.at_eps}
 """Functions that return the sink rates of an evaluation by threshold (with `OTHER_EPS_TEXTS`), by metric."""

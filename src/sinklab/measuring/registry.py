@@ -231,8 +231,8 @@ class Metric:
         of_model: function of a measurement of an existing model and its eps, if evaluations do not record the number.
         at_eps: function of an evaluation that returns the values at the other thresholds of the sink rate.
         once: whether a run has the number only from a measurement after training, not from its evaluations.
-        about: subject of claims on the number; `norms` are massive activations (`Experiment.asks_massive`), and `loss`
-            includes the stability of training.
+        about: subject of claims on the number; `norms` are massive activations (`Experiment.requires_massive`), and
+            `loss` includes the stability of training.
         title, place: heading and unit of the column in tables of runs and the leaderboard; empty for the label.
     """
 

@@ -182,7 +182,7 @@ def leaderboard(sweep: Sweep) -> Leaderboard | None:
         (TableColumn("Memory", "peak, MB", ",.0f"), of_runs(lambda run: run.peak_memory_mb)),
         *(
             (
-                TableColumn(*one.column, ",.3f", help=one.explained),
+                TableColumn(*one.column, ",.3f", help=one.label),
                 of_runs(lambda run, one=one: numbers.get(run.hash, {}).get(one.name)),
             )
             for one in NUMBERS
