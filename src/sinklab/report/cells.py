@@ -1,14 +1,15 @@
 """The table of cells (runs that differ only in the seed), and the headline of a report."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from sinklab.measuring.registry import METRICS
+from sinklab.measuring.registry import METRICS, Evaluation
 from sinklab.measuring.statistics.highest import later_sink
 from sinklab.report.data import ReportData, ReportedRun, model_label, rates_by_eps
 from sinklab.report.run_table import DEVIATION, over_seeds, run_table
-from sinklab.tables import SINK_1, Table, TableCell, TableColumn, Value, counted
+from sinklab.tables import SINK_1, Table, TableCell, TableColumn, Value, counted, table_of
 
 SHOWN = 0.05
 """Minimum sink rate, percent, at which a headline on several models names a sink; lower rates round to 0.0."""
@@ -18,7 +19,8 @@ TITLES = {
     "checkpoints": ("Checkpoint", "step or tokens"),
 }
 """Heading and unit of the first column if all runs belong to a suite."""
-Number = tuple[TableColumn, Callable[[ReportedRun], float | None]]
+Column = tuple[TableColumn, Callable[[str], Value]]
+"""A column of the table of cells, and the function from the name of a cell to its value."""
 
 
 def shown_runs(data: ReportData, cell: str) -> list[ReportedRun]:
@@ -44,95 +46,89 @@ def later_sink_of_cell(data: ReportData, cell: str) -> tuple[int, float] | None:
     return later_sink([fmean(rate or 0.0 for rate in at) for at in zip(*rates, strict=False)])
 
 
-def _numbers(data: ReportData, trained: bool) -> list[Number]:
-    """Return the columns of the table that are averaged over seeds, in order."""
+def cells_table(data: ReportData) -> Table:
+    """Make the table of results with a row per cell, in the order of `data.cells`; empty columns are omitted."""
+    trained = not data.runs or any(run.trained for run in data.runs)
+    title, unit = TITLES[data.only_suite.kind] if data.only_suite else ("Cell" if trained else "Model", "")
     rate, loss = (".1f", ".3f") if trained else (".2f", ".4f")
+    runs, checkpoints = {cell: shown_runs(data, cell) for cell in data.cells}, data.checkpoints
+    seeds = {cell: len(data.runs_of(cell)) or data.summary_cells[cell].seeds for cell in runs}
+    eps = {cell: _eps(data, cell) for cell in runs}
+    differing = len({one for found in eps.values() for one in found}) > 1
+    by_domain = any(suite.document.domains for suite in data.suites)
+    tokens = [one.unit for one in checkpoints.values()][:1] == ["tokens"]
     thresholds = dict.fromkeys(eps for _, one in data.measured for eps in list(one.sink_rates or {})[1:])
 
-    def of_metric(name: str, form: str, title: str = "") -> Number:
+    def spread(column: TableColumn, read: Callable[[ReportedRun], float | None]) -> Column:
+        """Return the column of a number with its mean and deviation over the runs of a cell."""
+        table = run_table([run for found in runs.values() for run in found], {column.title: read})
+        found = {row["cell"]: row for row in over_seeds(table, "cell", deviation=DEVIATION)}
+
+        def value(cell: str) -> Value:
+            if (row := found.get(cell)) is None:
+                return None
+            return TableCell(row["value"], "" if row["deviation"] is None else f"± {row['deviation']:{column.form}}")
+
+        return column, value
+
+    def of_metric(
+        name: str, form: str, read: Callable[[Evaluation], float | None] | None = None, title: str = ""
+    ) -> Column:
         one = METRICS[name]
-        return TableColumn(title or one.title, one.place, form), lambda run: one.read(run.latest)
+        return spread(TableColumn(title or one.title, one.place, form), lambda run: (read or one.read)(run.latest))
 
-    def of_measurement(title: str, unit: str, form: str, read: Callable[[Any], float | None]) -> Number:
-        return TableColumn(title, unit, form), lambda run: read(run.measurement) if run.measurement else None
+    def of_measurement(title: str, unit: str, form: str, read: Callable[[Any], float | None]) -> Column:
+        return spread(TableColumn(title, unit, form), lambda run: read(run.measurement) if run.measurement else None)
 
-    return [
+    def named(cell: str) -> Value:
+        saved = checkpoints.get(cell)
+        return TableCell(cell, saved.checkpoint if saved and saved.checkpoint != cell else "")
+
+    def elsewhere(cell: str) -> Value:
+        later = later_sink_of_cell(data, cell)
+        return f"{later[1]:.1f} at {later[0]}" if later else None
+
+    def sequences(cell: str) -> Value:
+        known = {str(run.measurement.sequences) for run in runs[cell] if run.measurement}
+        return ", ".join(sorted(known)) or None if by_domain else None
+
+    visible = of_metric("sink_1_visible", rate, lambda one: next(iter(one.sink_rate_visible or ()), None))
+    columns: list[Column] = [
+        (TableColumn(title, unit, text=True), named),
+        (TableColumn("Runs", "seeds"), lambda cell: TableCell(seeds[cell], progress_of(runs[cell]))),
+        (
+            TableColumn("Tokens" if tokens else "Step", form=",d"),
+            lambda cell: checkpoints[cell].step if cell in checkpoints else None,
+        ),
+        (
+            TableColumn("ε", "of the sink rates"),
+            lambda cell: ", ".join(f"{one:g}" for one in eps[cell]) if differing else None,
+        ),
         of_metric("sink_1", rate),
         *(
             of_measurement(f"at ε = {eps}", "% of heads", rate, lambda m, eps=eps: rates_by_eps(m).get(eps, [None])[0])
             for eps in thresholds
         ),
-        (
-            TableColumn(METRICS["sink_1_visible"].title, METRICS["sink_1_visible"].place, rate),
-            lambda run: next(iter(run.latest.sink_rate_visible or ()), None),
-        ),
+        visible,
+        (TableColumn("Sink elsewhere", "% at position"), elsewhere),
         of_measurement("Importance", "of the first token, times uniform", rate, lambda m: m.uniform_ratio[0]),
+        (TableColumn("Sequences", "measured"), sequences),
         of_metric("sink_bias", rate),
-        of_metric("valid_loss", loss, "" if trained else "Loss"),
+        of_metric("valid_loss", loss, title="" if trained else "Loss"),
         of_measurement("Bits per byte", "of the text", loss, lambda m: m.bits_per_byte),
-        (
-            TableColumn(METRICS["norm_ratio"].title, METRICS["norm_ratio"].place, rate),
-            lambda run: run.latest.largest_norm_ratio,  # also if it is infinite
-        ),
+        of_metric("norm_ratio", rate, lambda one: one.largest_norm_ratio),  # also if it is infinite
         of_measurement("Row sum", "of raw scores", ".2f", lambda m: None if m.row_sums is None else m.row_sums.mean()),
-        (
+        spread(
             TableColumn("Time", "seconds", ".0f"),
             lambda run: run.seconds if run.recipe or run.measurement else data.summary_cells[run.cell].seconds,
         ),
     ]
-
-
-def cells_table(data: ReportData) -> Table:
-    """Make the table of results with a row per cell, in the order of `data.cells`; empty columns are omitted."""
-    trained = not data.runs or any(run.trained for run in data.runs)
-    title, unit = TITLES[data.only_suite.kind] if data.only_suite else ("Cell" if trained else "Model", "")
-    checkpoints, by_domain = data.checkpoints, any(suite.document.domains for suite in data.suites)
-    tokens = [one.unit for one in checkpoints.values()][:1] == ["tokens"]
-    numbers, runs = _numbers(data, trained), {cell: shown_runs(data, cell) for cell in data.cells}
-    table = run_table([run for found in runs.values() for run in found], {of.title: read for of, read in numbers})
-    spread = {(row["cell"], row["metric"]): row for row in over_seeds(table, "cell", "metric", deviation=DEVIATION)}
-    eps = {cell: _eps(data, cell) for cell in runs}
-    differing = len({one for found in eps.values() for one in found}) > 1
-
-    def value(cell: str, column: TableColumn) -> Value:
-        if (row := spread.get((cell, column.title))) is None:
-            return None
-        return TableCell(row["value"], "" if row["deviation"] is None else f"± {row['deviation']:{column.form}}")
-
-    columns = [
-        TableColumn(title, unit, text=True),
-        TableColumn("Runs", "seeds"),
-        TableColumn("Tokens" if tokens else "Step", form=",d"),
-        TableColumn("ε", "of the sink rates"),
-        *(column for column, _ in numbers),
-    ]
-    places = {column.title: at for at, column in enumerate(columns)}
-    columns.insert(places["Importance"], TableColumn("Sink elsewhere", "% at position"))
-    columns.insert(places["Importance"] + 2, TableColumn("Sequences", "measured"))
-    rows: list[list[Value]] = []
-    for cell, found in runs.items():
-        saved, later = checkpoints.get(cell), later_sink_of_cell(data, cell)
-        seeds = len(data.runs_of(cell)) or data.summary_cells[cell].seeds
-        sequences = {str(run.measurement.sequences) for run in found if run.measurement}
-        known: dict[str, Value] = {
-            title: TableCell(cell, saved.checkpoint if saved and saved.checkpoint != cell else ""),
-            "Runs": TableCell(seeds, progress_of(found)),
-            columns[2].title: saved and saved.step,
-            "ε": ", ".join(f"{one:g}" for one in eps[cell]) if differing else None,
-            "Sink elsewhere": f"{later[1]:.1f} at {later[0]}" if later else None,
-            "Sequences": ", ".join(sorted(sequences)) or None if by_domain else None,
-        }
-        rows.append([known[one.title] if one.title in known else value(cell, one) for one in columns])
     notes = [
         "Sink rates are the percentage of (sequence, layer, head) triples whose importance exceeds ε."
-        + (
-            " Values are mean ± sample standard deviation over seeds."
-            if any((len(data.runs_of(cell)) or data.summary_cells[cell].seeds) > 1 for cell in runs)
-            else ""
-        )
+        + " Values are mean ± sample standard deviation over seeds." * any(count > 1 for count in seeds.values())
         + " An en dash marks values that were not recorded or do not apply."
     ]
-    if any(metric == f"{SINK_1} visible" for _, metric in spread):
+    if any(visible[1](cell) for cell in runs):
         notes.append(
             f"{SINK_1} averages the attention to a key over all queries at its position or later, {SINK_1} visible "
             "only over the queries that can see the key."
@@ -142,7 +138,7 @@ def cells_table(data: ReportData) -> Table:
             f"The attention scores of {', '.join(proxied)} do not sum to one; importance is computed from the proxy "
             "scores |sim| / Σ |sim|."
         )
-    return Table(f"{title}s", columns, rows, notes, "cells").without_empty_columns()
+    return replace(table_of(f"{title}s", runs, columns, notes), key="cells").without_empty_columns()
 
 
 def progress_of(runs: Sequence[ReportedRun]) -> str:

@@ -83,11 +83,6 @@ class Figure:
     table: Table | None = None
 
 
-def caption(name: str, **values: object) -> str:
-    """Return the caption with this name in `templates/captions.j2`."""
-    return " ".join(getattr(theme.texts().get_template("captions.j2").module, name)(**values).split())
-
-
 def lines(
     rows: ChartRows,
     x: PlotAxis,

@@ -17,7 +17,6 @@ from sinklab.report.charts import (
     STEPS,
     Figure,
     HeatmapAxis,
-    caption,
     heatmaps,
     layer_axis,
     lines,
@@ -25,6 +24,7 @@ from sinklab.report.charts import (
     scatter,
 )
 from sinklab.report.data import ReportData, ReportedRun, rates_by_eps
+from sinklab.report.html import caption
 from sinklab.report.measurement_figures import details_figures, importance_figures
 from sinklab.report.run_table import by_layer, over_seeds, run_table
 from sinklab.schema import finite_or_none

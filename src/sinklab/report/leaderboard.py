@@ -14,7 +14,8 @@ from sinklab.assessing.parts import NUMBERS
 from sinklab.experiments.documents import CellRun, CellSummary, median_of_known
 from sinklab.measuring.registry import BOARD, METRICS
 from sinklab.plots import PlotAxis
-from sinklab.report.charts import Figure, caption, scatter
+from sinklab.report.charts import Figure, scatter
+from sinklab.report.html import caption
 from sinklab.report.sweep_figures import error_bar
 from sinklab.report.sweeps import Sweep, later_sink_of
 from sinklab.tables import SINK_1, Table, TableCell, TableColumn, counted

@@ -26,7 +26,7 @@ from sinklab.measuring.statistics.details import STATISTICS, Details
 from sinklab.measuring.statistics.plot_specs import BucketLines, Heatmap, PlotSpec
 from sinklab.measuring.statistics.secondary import ALIGNED, ENOUGH, FIRST_FEW, STANDS_OUT
 from sinklab.plots import PlotAxis
-from sinklab.report import charts, theme
+from sinklab.report import charts, html, theme
 from sinklab.report.charts import ChartRows, ColourScale, Drawing, Figure
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.result_tables import layers_table, mixing_table, secondary_table
@@ -70,7 +70,7 @@ def _by_head(data: ReportData) -> Figure | None:
     lengths = sorted({measured.length for _, measured in data.measured})
     firsts = [(length, float(uniform_importance(length)[0])) for length in lengths]
     uniform = " and ".join(f"{first:.3f} at T = {length}" for length, first in firsts)
-    about = charts.caption("importance_heads", uniform=uniform, visible=data.has_visible)
+    about = html.caption("importance_heads", uniform=uniform, visible=data.has_visible)
     highest = _importance_scale([matrix for _, _, matrix in maps], data)
     scale = replace(highest, references=tuple(first for _, first in firsts))
     drawn = [charts.heatmap(matrix, replace(scale, outlined=eps), name) for name, eps, matrix in maps]
@@ -84,7 +84,7 @@ def _by_layer(data: ReportData) -> Figure | None:
         return None
     maps = [(label, array.mean(1)[:, :SHOWN_POSITIONS]) for label, array in [*found, *visible]]
     uniform = [uniform_importance(array.shape[2])[:SHOWN_POSITIONS] for _, array in found] + [None] * len(visible)
-    about = charts.caption(
+    about = html.caption(
         "importance_layers", positions=max(matrix.shape[1] for _, matrix in maps), visible=data.has_visible
     )
     scale = _importance_scale([matrix for _, matrix in maps], data)
@@ -121,7 +121,7 @@ def _by_position(data: ReportData) -> Figure | None:
     if not rows:
         return None
     shown = max(row["position"] for row in rows)
-    about = charts.caption("importance_positions", positions=shown)
+    about = html.caption("importance_positions", positions=shown)
     uniform = [
         {"of": f"uniform attention, T = {length}", "position": k + 1, "value": float(value)}
         for length in sorted({measured.length for _, measured in data.measured})
@@ -141,7 +141,7 @@ def _row_sums(data: ReportData) -> Figure | None:
     maps = data.arrays(lambda m: m.row_sums)
     if not maps:
         return None
-    about = charts.caption("row_sums")
+    about = html.caption("row_sums")
     scale = charts.scale_over("row sum", [matrix for _, matrix in maps])
     return charts.heatmaps("row-sums", "Sum of raw scores", about, maps, scale)
 
@@ -155,7 +155,7 @@ def _norms(data: ReportData) -> Figure | None:
             drawn.append(_layer_lines(rows, data.cells, AFTER_BLOCK if name == "hidden" else "Layer", "Norm", title))
     if not drawn:
         return None
-    about = charts.caption("norms_first", gradients=any(m.gradient_norm is not None for _, m in data.measured))
+    about = html.caption("norms_first", gradients=any(m.gradient_norm is not None for _, m in data.measured))
     return Figure("norms-first", "Hidden states, keys and values of the first token", about, drawn, small=True)
 
 
@@ -167,7 +167,7 @@ def _mixing(data: ReportData) -> Figure | None:
     if not rows:
         return None
     positions = " or ".join(map(str, sorted({one.position for _, one in found})))
-    about = charts.caption("mixing", positions=positions)
+    about = html.caption("mixing", positions=positions)
     chart = _layer_lines(rows, data.cells, "After block", "Relative change")
     table = mixing_table([(data.label(run), one) for run, one in data.measured])
     return Figure("mixing", "Spread of a change of one token", about, [chart], table=table)
@@ -190,7 +190,7 @@ def details_figures(data: ReportData) -> list[Figure]:
         spec = plot_specs.HeadMap(
             "secondary",
             "Sinks other than the first token",
-            charts.caption(
+            html.caption(
                 "secondary", few=FIRST_FEW, eps=data.eps, enough=ENOUGH, aligned=ALIGNED, stands_out=f"{STANDS_OUT:g}"
             ),
             "percent of sequences",
@@ -377,7 +377,7 @@ def explorers(data: ReportData) -> list[Explorer]:
         Explorer(
             f"explore-{number}",
             "Explore the heads" + (f": {label}" if len(found) > 1 else ""),
-            charts.caption(
+            html.caption(
                 "explored",
                 heads=counted(len(explored.heads), "head"),
                 tokens=len(explored.tokens),

@@ -29,9 +29,9 @@ from sinklab.experiments.sweep.store import MANIFESTS
 from sinklab.experiments.sweep.verifying import Verified
 from sinklab.files import read_mapping, write_text
 from sinklab.outputs import RECIPE, REPORT, check_results
-from sinklab.report import theme
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData
+from sinklab.report.html import texts
 from sinklab.report.page import CHARTS, export_charts, render
 from sinklab.report.sections import glance
 from sinklab.report.sweeps import Sweep, origins, remarks_on_counts, with_runs
@@ -233,7 +233,7 @@ def readme(summary: Summary, provenance: Sequence[tuple[str, str]], folder: str)
     adapted = [one.adapted for one in summary.experiments.values()]
     title = f"Results at scale {summary.scale}" if summary.scale else "Results"
     text = (
-        theme.texts()
+        texts()
         .get_template("readme.md.j2")
         .render(
             title=title + (f" ({folder})" if folder != summary.scale else ""),

@@ -1,15 +1,10 @@
-"""The theme of all charts (palette and configuration), and the templates of plain texts.
+"""The theme of all charts: palette and configuration.
 
 Text, axes and grid lines use `currentColor`, so that one chart works on light and dark pages and in print. Data marks
 and reference lines have fixed colours. Chart files use dark text on white.
 """
 
-from functools import cache
 from typing import Any
-
-import jinja2
-
-from sinklab.tables import counted, escaped, markdown
 
 # Okabe and Ito's colour-blind-safe palette with a lighter blue, and without black and yellow, which are unreadable on a
 # dark and on a light background. The last six colours are additional ones for experiments with many cells.
@@ -64,18 +59,3 @@ def config(ink: str = "currentColor", background: str = "transparent", font: str
 def on_paper() -> dict[str, Any]:
     """Build the configuration of chart files and notebook charts: dark text on white, in a widely available font."""
     return config(INK_ON_PAPER, "white", "DejaVu Sans, Liberation Sans, sans-serif")
-
-
-@cache
-def texts() -> jinja2.Environment:
-    """Return the Jinja2 environment of texts that are not HTML: captions and README.md; values are not escaped."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("sinklab.report"),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters |= {"escaped": escaped, "markdown": markdown}
-    environment.globals["counted"] = counted
-    return environment
