@@ -3,6 +3,7 @@
 import re
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -45,9 +46,14 @@ def texts() -> jinja2.Environment:
     return environment
 
 
+@cache
+def _captions() -> Any:
+    return texts().overlay(trim_blocks=False).get_template("captions.j2").module
+
+
 def caption(name: str, **values: object) -> str:
     """Return the caption with this name in `templates/captions.j2`."""
-    return " ".join(getattr(texts().get_template("captions.j2").module, name)(**values).split())
+    return " ".join(getattr(_captions(), name)(**values).split())
 
 
 def template_text(name: str) -> str:

@@ -108,7 +108,7 @@ def experiment_figures(sweep: Sweep, name: str, key: str, page: Path) -> list[Fi
     table = run_table(runs, {}, read)
     growth = []
     for title in read:
-        if rows := table.filter(pl.col("metric") == title).to_dicts():
+        if rows := table.filter(pl.col("metric") == title).select("cell", "seed", "step", "value").to_dicts():
             known, from_zero = {row["cell"] for row in rows}, not title.startswith("Validation loss")
             y = PlotAxis(title, "value", zero=from_zero, at_least=1.0 if from_zero else None, precision=".2f")
             growth.append(lines(rows, STEPS, y, order=[cell for cell in cells if cell in known], apart=["seed"]))
@@ -241,7 +241,7 @@ def _forest(sweep: Sweep, key: str, page: Path) -> Figure | None:
     labels = {row[0]: row[0] for row in rows}
     exploratory = [str(place) for place, found in claims.items() if found and found[0].analysis == "exploratory"]
     about = caption("forest", exploratory=", ".join(exploratory))
-    columns = [*names("Statement", "Cell", "Metric"), TableColumn("Ours", "every seed, %")]
+    columns = [*names("Statement", "Cell", "Quantity"), TableColumn("Ours", "every seed, %")]
     table = Table("", [*columns, TableColumn("Paper", "%", ".2f")], rows)
     scale = f" at {summary.scale}" if summary.scale else ""
     axis = _values_axis("Percent of heads", True)
