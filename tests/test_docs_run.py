@@ -49,7 +49,6 @@ INSTEAD = {
 ADDED = {
     "measure": "--sequences 4 --length 32",
     "compare": "--sequences 4 --length 32",
-    "parity": "--sequences 2 --length 16",
     "assess": "--sequences 2 --length 32 --stream-length 64",
     "lab": "--steps 2",
     "train": "--set train.eval_sequences=8 --set metric.sequences=4",
@@ -66,7 +65,6 @@ NOT_RUN = {
     "measure MODEL --text FILE --out DIR --revision ": "needs the network",
     "measure MODEL --text FILE --out DIR --device map": "needs the extra quantised: test_measure_placed.py",
     "measure EleutherAI/": "needs the network",
-    "measure --family ": "needs published models: tests/survey",
     "train 1b --dry-run": "needs several processes: tests/train",
     "data prepare hf:": "needs the network",
     "train 60m --set ": "days, and a corpus from the network",
@@ -76,7 +74,7 @@ NOT_RUN = {
 
 SLOW = (
     *("reproduce table", "reproduce figure", "reproduce prop", "reproduce poly", "reproduce all", "reproduce mine"),
-    *("reproduce mitigations", "verify", "report runs/tiny", "parity MODEL [", "experiments"),
+    *("reproduce mitigations", "verify", "report runs/tiny", "experiments"),
 )
 """Beginnings of commands that take longer than some seconds; the examples of the help count as such, too."""
 

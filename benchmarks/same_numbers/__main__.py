@@ -4,7 +4,7 @@
     python -m benchmarks.same_numbers record /tmp/after --before /tmp/before
     python -m benchmarks.same_numbers compare /tmp/before /tmp/after
 
-    python -m benchmarks.same_numbers record /tmp/part --before /tmp/before --only assess/,parity/
+    python -m benchmarks.same_numbers record /tmp/part --before /tmp/before --only assess/,compare/
     python -m benchmarks.same_numbers compare /tmp/before /tmp/part --common
 
 A recording contains trainings of twelve steps of every variant in the catalogue (losses, metrics, weights), a lab,

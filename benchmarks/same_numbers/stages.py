@@ -16,7 +16,7 @@ from benchmarks.same_numbers.inputs import DATA, FAMILIES, RESULTS
 
 Commands = dict[str, list[str]]
 HELP = (
-    *("", "lab", "train", "measure", "compare", "parity", "assess", "eval", "export", "sft", "experiments"),
+    *("", "lab", "train", "measure", "compare", "assess", "eval", "export", "sft", "experiments"),
     *("reproduce", "verify", "interventions", "report", "runs", "data", "data prepare"),
 )
 BASE: dict[str, Any] = {
@@ -113,11 +113,6 @@ def measurements() -> Commands:
     commands["compare/text"] = ["compare", *models, *NATURAL, "--out", "compare/text"]
     chat = ["--text", "text/chat.jsonl", "--sequences", "8"]
     commands["compare/chat"] = ["compare", "models/llama", "models/gpt2", *chat, "--out", "compare/chat"]
-    backends = ["--backend", "eager", "--backend", "sdpa", "--json"]
-    for name in ("gpt2", "llama", "gpt_oss", "gemma2", "mistral"):
-        commands[f"parity/{name}"] = ["parity", f"models/{name}", "--text", "text/all.jsonl", *backends]
-    commands["parity/bfloat16"] = ["parity", "models/llama", "--dtype", "bfloat16", *backends]
-    commands["sizes"] = ["measure", "--family", "all", "--dry-run", "--json"]
     commands["interventions"] = ["interventions"]
     commands["interventions_json"] = ["interventions", "--json"]
     commands["plan"] = ["train", "60m", "--dry-run", "--json"]
@@ -132,7 +127,6 @@ def measurements() -> Commands:
         "bad_key": ["train", "tiny", "--set", "model.nothing=1"],
         "bad_ablation": ["measure", STORIES, *natural, "--ablate", "everything"],
         "map_beyond": ["measure", STORIES, *natural, "--map", "9.1"],
-        "two_models": ["measure", STORIES, "--family", "gpt2"],
         "empty_report": ["report", "text"],
         "bad_part": ["assess", "models/llama", *natural, "--parts", "everything"],
         "positions_in_cache": ["assess", "models/gpt2", *natural, "--parts", "streaming", "--positions", "cache"],

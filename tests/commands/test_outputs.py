@@ -157,7 +157,7 @@ def test_files_of_the_users_are_seen_before_any_work(run: Run, model: Path, tmp_
         "measurement.json": ("out", ("measure", model, "--inputs", "random")),
         "comparison.json": ("out", ("compare", model, again, "--inputs", "random")),
         "request.json": ("out/alpha", ("measure", model, "--by-domain", "--text", "texts")),
-        "report.html": ("out", ("measure", "--family", "gpt2", "--models-dir", tmp_path, "--inputs", "random")),
+        "report.html": ("out", ("compare", model, again, "--inputs", "random")),
         "summary.json": ("out", ("lab", "--steps", 2)),
     }
     folder, call = calls[name]
@@ -179,7 +179,6 @@ def test_a_place_that_cannot_be_written_is_seen_before_any_work(run: Run, model:
         ("data", "prepare", "texts", "--tokenizer", "train:300"),
         ("measure", model, *generated),
         ("measure", model, "--by-domain", "--text", "texts"),
-        ("measure", "--family", "gpt2", "--models-dir", tmp_path, *generated),
         ("compare", model, again, *generated),
         ("lab",),
     ):
@@ -220,7 +219,6 @@ def test_a_result_that_cannot_be_saved_after_all_is_printed(
     for call, table in (
         (("measure", model, *generated), "gpt2: 3 sequences of 8 tokens"),
         (("measure", model, "--by-domain", "--text", "texts", *SMALL, "--out", "out"), "alpha"),
-        (("measure", "--family", "gpt2", "--models-dir", model.parent, *generated), "gpt2"),
         (("compare", model, again, *generated), "gpt2"),
     ):
         status, out, err = run(*call)

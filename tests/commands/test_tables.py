@@ -10,7 +10,7 @@ from made_measurement import made_measurement
 from rich.console import Console
 
 from sinklab.commands.terminal.progress import RunDisplay
-from sinklab.commands.terminal.results import print_claims, print_measurement, print_replay, print_sizes
+from sinklab.commands.terminal.results import print_claims, print_measurement, print_replay
 from sinklab.commands.terminal.tables import print_table, print_text
 from sinklab.experiments.documents import JudgedClaim
 from sinklab.experiments.sweep.engine import Event
@@ -20,7 +20,6 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.measuring.records import Batch
 from sinklab.report.result_tables import measurement_tables
-from sinklab.survey.families import Size
 from sinklab.tables import Table, TableCell, TableColumn, markdown, names, number_text
 from sinklab.train.replay import Replay
 
@@ -76,18 +75,6 @@ def test_a_run_named_like_a_control_sequence_does_not_steer_the_terminal() -> No
         display.watch(Event("a\x1b[41m", "failed", 3, message="\x1b[42mdiverged"))
     assert "\x1b[41m" not in out.getvalue()
     assert "\x1b[42m" not in out.getvalue()
-
-
-@pytest.mark.parametrize("width", [60, 80])
-def test_the_sizes_of_the_families_are_not_cut(width: int) -> None:
-    sizes = [
-        Size("EleutherAI/pythia-12b", "pythia", 11_846_072_320, 23.69, 47.38, 23.69, 92.47, 77.00),
-        Size("ai21labs/AI21-Jamba-1.5-Mini", "jamba", 51_570_000_000, 103.14, 206.28, 103.14, 407.92, None),
-    ]
-    narrow = shown(width, lambda console: print_sizes(sizes, "auto", console))
-    for number in ("92.47", "407.92", "206.28", "77.00"):
-        assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.])", narrow)
-    assert max(map(len, narrow.splitlines())) <= width
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from sinklab.data.sources.textfiles import ReadCounts, notes_on_folder, read_con
 from sinklab.data.texts import streams
 from sinklab.errors import InputError
 from sinklab.extras import install_command
-from sinklab.survey.domains import domain_files
+from sinklab.survey.suites import domain_files
 
 if sys.version_info >= (3, 14):
     from compression import zstd

@@ -22,9 +22,10 @@ from sinklab.experiments.measured import (
     measure_experiment,
     paper_model,
     paper_rows,
+    passes_of,
     published_numbers,
+    subjects_of,
 )
-from sinklab.experiments.passes import passes_of, subjects_of
 from sinklab.experiments.results import measured_numbers
 from sinklab.experiments.shipped import load_experiment
 from sinklab.measuring.options import Options

@@ -9,8 +9,15 @@ from pydantic import ValidationError
 from sinklab.data.prepare import prepared
 from sinklab.errors import InputError
 from sinklab.experiments.definition import Experiment
-from sinklab.experiments.measured import MeasuredResults, measure_experiment
-from sinklab.experiments.passes import ModelChoice, download_of, passes_of, subjects_of, with_models
+from sinklab.experiments.measured import (
+    MeasuredResults,
+    ModelChoice,
+    download_of,
+    measure_experiment,
+    passes_of,
+    subjects_of,
+    with_models,
+)
 from sinklab.experiments.shipped import load_experiment
 from sinklab.export.directory import export_run
 from sinklab.survey.measure_one import measure_model

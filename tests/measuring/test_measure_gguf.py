@@ -22,10 +22,9 @@ from sinklab.extras import install_command
 from sinklab.measuring.options import Options
 from sinklab.models.huggingface import gguf as gguf_files
 from sinklab.models.huggingface.loading import Loading, load_pretrained
-from sinklab.survey.compare import compare_models
-from sinklab.survey.domains import measure_domains
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
+from sinklab.survey.suites import compare_models, measure_domains
 
 SHAPE: dict[str, Any] = {"sequences": 4, "length": 24}
 SMALL = Request(**SHAPE)
@@ -106,7 +105,7 @@ def test_conversations_go_through_the_chat_template_of_the_file(model: Path, exa
 def test_files_are_compared_and_measured_by_domain(model: Path, exact: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "both"
     comparison = compare_models([str(model), str(exact)], text, SMALL, out=out)
-    first, second = comparison.measured.values()
+    first, second = comparison.outcome.measured.values()
     assert first.sink_rate == second.sink_rate
     assert json.loads((out / exact.name / "request.json").read_text())["files"]
 

@@ -24,8 +24,8 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 from sinklab.report.page import write_report
-from sinklab.survey.compare import Comparison
 from sinklab.survey.measure_many import Outcome
+from sinklab.survey.suites import Survey
 from sinklab.train.directory.history import read_history
 from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
@@ -126,8 +126,8 @@ def test_a_comparison_names_the_models_in_which_it_is_infinite(
 ) -> None:
     for first, second in (("plain", "zeros"), ("zeros", "plain")):
         found = {"plain": plain, "zeros": measured}
-        comparison = Comparison("text", Outcome({first: found[first], second: found[second]}))
-        for name, one in comparison.measured.items():
+        comparison = Survey("models", {"text": "text"}, Outcome({first: found[first], second: found[second]}))
+        for name, one in comparison.outcome.measured.items():
             one.save(tmp_path / first / name)
         write_json(tmp_path / first / "comparison.json", comparison.document())
         rows = {row["quantity"]: row for row in strict(tmp_path / first / "comparison.json")["rows"]}

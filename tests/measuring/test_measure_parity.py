@@ -1,20 +1,15 @@
 """Attention backends of transformers beside eager attention: they agree, or it is said how they do not."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
-from conftest import Run
+from backend_parity import BackendParity, backend_parity, tolerance
 from families import FAMILIES, GROUPED, IGNORING, family_tokens, hooks_on, pair_of
 from measure_reference import importance_by_loops
-from tiny_models import tiny_model
 from transformers import AttentionInterface
-
-from sinklab.measuring.huggingface.parity import BackendParity, backend_parity, tolerance
 
 QUICK = ("eager", "sdpa", "flash_attention_2")  # flex is compiled for minutes on a CPU
 WITH_SINKS: dict[str, Callable[[], Any]] = {
@@ -175,43 +170,3 @@ def test_flex_attention_agrees_where_it_can_be_had() -> None:
     assert llama.verdict == "agrees" or llama.why
     found = by_name(backend_parity(model_of("gpt-oss"), family_tokens(), ["flex_attention"]))["flex_attention"]
     assert "sinks cannot be run on CPU" in (found.why or "") or found.verdict == "agrees"
-
-
-def test_the_command_says_which_backends_agree(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "140")
-    model = tiny_model(tmp_path / "gpt2")
-    call = ("parity", model, "--backend", "sdpa", "--backend", "flash_attention_2", "--length", "8")
-    status, out, err = run(*call)
-    assert status == 0, err
-    assert all(word in out for word in ("no sink logits", "sdpa", "agrees", "unavailable", "sinklab"))
-    document = json.loads(run(*call, "--json")[1])
-    verdicts = {one["backend"]: one["verdict"] for one in document["backends"]}
-    assert verdicts == {"eager": "reference", "sdpa": "agrees", "flash_attention_2": "unavailable", "sinklab": "agrees"}
-    assert (document["default"], document["has_sinks"]) == ("sdpa", False)
-
-
-def test_a_dropped_sink_ends_the_command_with_status_1(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tiny_model(tmp_path / "sinks")
-    config = WITH_SINKS["gpt-oss"]()
-    config.vocab_size = 320
-    torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(folder)
-    monkeypatch.setattr(hf.GptOssPreTrainedModel, "_supports_sdpa", True)
-    status, out, err = run("parity", folder, "--backend", "sdpa", "--length", "12")
-    assert status == 1, err
-    assert "drops the sink" in out
-    assert "sdpa drops the sink" in err
-    status, _, err = run("parity", folder, "--backend", "fast")
-    assert status == 2
-    assert "--backend fast is unknown" in err
-
-
-def test_a_run_directory_has_no_backends_of_transformers(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "recipe.yaml").touch()
-    status, _, err = run("parity", tmp_path / "run")
-    assert status == 2
-    assert "export it first" in err

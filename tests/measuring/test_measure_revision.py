@@ -11,16 +11,15 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from conftest import Run
 from tiny_models import tiny_model
 
 from sinklab.commands import app
 from sinklab.errors import InputError
 from sinklab.measuring.options import Options
 from sinklab.models.huggingface.loading import Loading
-from sinklab.survey.compare import compare_models
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
+from sinklab.survey.suites import compare_models
 
 NAME = "nobody/tiny"
 COMMITS = {"main": "a" * 40, "step3": "b" * 40, "stage1-step20-tokens1B": "c" * 40}
@@ -116,9 +115,3 @@ def test_a_local_model_has_no_revision(tmp_path: Path) -> None:
             measure_model(str(place), None, ASKED, loading=Loading(revision="step3"))
     with pytest.raises(InputError, match="--revision step3 is a version"):
         compare_models([NAME, str(run)], None, ASKED, loading=Loading(revision="step3"))
-
-
-def test_families_have_no_revision(run: Run) -> None:
-    status, _, err = run("measure", "--family", "gpt2", "--revision", "step3")
-    assert status == 2
-    assert "--revision applies to a single MODEL" in err

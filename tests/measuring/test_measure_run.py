@@ -19,7 +19,7 @@ from sinklab.measuring.inputs import random_tokens, repeated_tokens
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Inputs, Options
 from sinklab.opening import open_model
-from sinklab.report.cells import cell_rows
+from sinklab.report.cells import progress_of
 from sinklab.report.collect import collect
 from sinklab.survey.measure_one import measure_model, read_tokens
 from sinklab.survey.request import Request
@@ -128,7 +128,7 @@ def test_the_step_of_an_unfinished_run_is_recorded_and_said(tmp_path: Path) -> N
     print_measurement(early, Console(file=console, width=400))
     assert "step 1 of 2,200, no BOS" in console.getvalue()
     data = collect([tmp_path / "early"])
-    assert [row.progress for row in cell_rows(data)] == [" (step 1 of 2,200)"]
+    assert progress_of(data.runs) == "(step 1 of 2,200)"
     assert early.fed is not None
     assert [note for _, note in data.notes] == [early.fed.line(), *early.notes]
 

@@ -102,12 +102,6 @@ def test_a_subfolder_that_cannot_be_is_refused(run: Run, models: Path, model: st
     assert said in err
 
 
-def test_families_have_no_subfolder(run: Run) -> None:
-    status, _, err = run("measure", "--family", "gpt2", "--subfolder", "inner", "--dry-run")
-    assert status == 2
-    assert "--subfolder applies to a single MODEL" in err
-
-
 def test_a_model_without_a_tokenizer_is_refused(run: Run, models: Path) -> None:
     """transformers makes one of two tokens of its own, which would be measured without a word."""
     status, out, err = on_one_line(run)("measure", models / "above" / INNER, "--inputs", "random", *FEW)

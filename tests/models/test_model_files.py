@@ -15,8 +15,8 @@ from sinklab.assessing.assess_model import assess
 from sinklab.assessing.settings import AssessOptions
 from sinklab.errors import InputError
 from sinklab.opening import model_files
-from sinklab.survey.domains import measure_domains
 from sinklab.survey.request import Request
+from sinklab.survey.suites import measure_domains
 
 HEADS = AssessOptions(parts=("heads",), sequences=2, length=16)
 

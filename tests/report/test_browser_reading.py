@@ -20,8 +20,8 @@ from sinklab.files import write_json
 from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.report.page import write_report
-from sinklab.survey.compare import Comparison
 from sinklab.survey.measure_many import Outcome
+from sinklab.survey.suites import Survey
 
 pytestmark = pytest.mark.browser
 
@@ -49,7 +49,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
     documents = {name: one.document() for name, one in measured.items()}
     for kind, document in (
-        ("compare", Comparison("text", Outcome(measured)).document()),
+        ("compare", Survey("models", {"text": "text"}, Outcome(measured)).document()),
         ("domains", {"schema": 1, "model": "a_model", "domains": documents}),
     ):
         for name, one in measured.items():

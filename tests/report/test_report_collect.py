@@ -15,7 +15,7 @@ from sinklab.experiments.definition import Experiment
 from sinklab.experiments.documents import RunRecord
 from sinklab.experiments.measured import measure_experiment
 from sinklab.measuring.measurement import Measurement
-from sinklab.report.cells import cell_rows, cells_table, headline
+from sinklab.report.cells import cells_table, headline, spread_over_seeds
 from sinklab.report.collect import collect
 from sinklab.report.figures import figures
 
@@ -28,13 +28,12 @@ def test_a_lab_directory_gives_its_cells_in_the_order_of_its_summary(tmp_path: P
 
 def test_folders_named_by_seed_are_one_cell_with_mean_and_spread(tmp_path: Path) -> None:
     data = collect([make_lab(tmp_path / "lab", seeds=3)])
-    softmax = cell_rows(data)[0]
+    softmax = spread_over_seeds(data, "sink_1")["softmax"]
     assert [run.seed for run in data.runs_of("softmax")] == [0, 1, 2]
-    assert softmax.seeds == 3
-    assert softmax.sink_first is not None
-    assert softmax.sink_first.values == pytest.approx((8.6, 8.6 * 1.05, 8.6 * 1.1))
-    assert softmax.sink_first.mean == pytest.approx(9.03)
-    assert softmax.sink_first.deviation == pytest.approx(0.43)
+    assert softmax["runs"] == 3
+    assert (softmax["low"], softmax["high"]) == pytest.approx((8.6, 8.6 * 1.1))
+    assert softmax["value"] == pytest.approx(9.03)
+    assert softmax["deviation"] == pytest.approx(0.43)
     assert "9.0 ± 0.4" in table_texts(cells_table(data))[1][0]
 
 
@@ -44,7 +43,7 @@ def test_a_run_in_progress_is_read_up_to_its_half_written_line(tmp_path: Path) -
         file.write('{"step": 600, "tokens": 12')
     data = collect([run])
     assert data.runs[0].steps_done == 500
-    assert data.runs[0].in_progress
+    assert data.runs[0].unfinished == "step 500 of 2000"
     assert "step 500 of 2000" in table_texts(cells_table(data))[1][0][1]
     assert "One run is unfinished" in " ".join(headline(data))
 
@@ -139,7 +138,7 @@ def test_cells_that_share_a_pass_have_the_numbers_of_their_own_threshold_and_len
     experiment = Experiment.model_validate({"id": "mine", "title": "Mine", "cells": cells, "claims": []})
     summary = measure_experiment(experiment, [model], text, 2, out=tmp_path / "out").summary()
     data = collect([tmp_path / "out"])
-    rates = {row.cell: row.sink_first.mean for row in cell_rows(data) if row.sink_first}
+    rates = {cell: row["value"] for cell, row in spread_over_seeds(data, "sink_1").items()}
     assert len({cell.sink_rate[0] for cell in summary.cells.values()}) > 1
     assert {name: rates[name] for name in cells} == {name: cell.sink_rate[0] for name, cell in summary.cells.items()}
     assert [run.cell for run in data.runs] == ["natural"] * 2  # the pass has a row with the numbers of all sequences
@@ -156,7 +155,7 @@ def test_a_cell_named_like_the_inputs_of_a_shared_pass_has_its_own_numbers(tmp_p
     }
     experiment = Experiment.model_validate({"id": "mine", "title": "Mine", "cells": cells, "claims": []})
     summary = measure_experiment(experiment, [model], text, 2, out=tmp_path / "out").summary()
-    rates = {row.cell: row.sink_first.mean for row in cell_rows(collect([tmp_path / "out"])) if row.sink_first}
+    rates = {cell: row["value"] for cell, row in spread_over_seeds(collect([tmp_path / "out"]), "sink_1").items()}
     assert rates == {**{name: cell.sink_rate[0] for name, cell in summary.cells.items()}, "pass natural": 0.0}
 
 
@@ -204,10 +203,8 @@ def test_a_sink_on_another_early_position_gets_its_own_column(tmp_path: Path) ->
 
 def test_a_cell_whose_runs_are_gone_is_reported_from_the_summary(tmp_path: Path) -> None:
     write(tmp_path / "summary.json", {"cells": {"gone": {"sink_rate": [8.0], "seeds": 3, "seconds": 60}}, "claims": []})
-    row = cell_rows(collect([tmp_path]))[0]
-    assert (row.cell, row.seeds) == ("gone", 3)
-    assert row.sink_first is not None
-    assert row.sink_first.mean == 8.0
+    _, rows = table_texts(cells_table(collect([tmp_path])))
+    assert rows[0][:3] == ["gone", "3", "8.0"]
 
 
 @pytest.mark.parametrize("exists", [True, False])

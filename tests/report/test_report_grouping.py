@@ -6,7 +6,7 @@ import pytest
 from report_fixtures import make_measurement, make_run
 from table_texts import table_texts
 
-from sinklab.report.cells import cell_rows, cells_table, headline
+from sinklab.report.cells import cells_table, headline, spread_over_seeds
 from sinklab.report.collect import collect
 from sinklab.report.data import recipe_changes
 from sinklab.train.recipe import Recipe, load_recipe
@@ -36,12 +36,10 @@ def test_three_runs_that_differ_in_their_seed_are_one_cell_with_its_spread(given
     runs.append(trained(tmp_path / "plain", 7, "train.device=cpu", "train.save_every=9"))
     data = collect(runs if given == "each run" else [tmp_path])
     assert sorted(data.cells) == ["model.attention.bias=k", "tiny"]
-    (biased,) = [row for row in cell_rows(data) if row.cell != "tiny"]
-    assert biased.seeds == 3
-    assert biased.sink_first is not None
-    assert len(set(biased.sink_first.values)) == 3
-    assert any(biased.sink_first.text(1) in row for row in table_texts(cells_table(data))[1])
-    assert "±" in biased.sink_first.text(1)
+    biased = spread_over_seeds(data, "sink_1")["model.attention.bias=k"]
+    assert biased["runs"] == 3
+    shown = f"{biased['value']:.1f} ± {biased['deviation']:.1f}"
+    assert any(shown in row for row in table_texts(cells_table(data))[1])
     assert "Two models were trained" in headline(data)[0]
 
 
@@ -59,7 +57,7 @@ def test_a_cell_that_gets_a_name_does_not_get_that_of_another(tmp_path: Path) ->
     data = collect([tmp_path])
     assert len(data.cells) == len(runs)
     assert {run.path.name: run.cell for run in data.runs}["tiny"] == "tiny"
-    assert all(row.seeds == 1 for row in cell_rows(data))
+    assert all(len(data.runs_of(cell)) == 1 for cell in data.cells)
 
 
 def test_a_name_without_room_for_all_changes_begins_with_what_tells_cells_apart(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from sinklab.report.collect import collect
 from sinklab.report.data import ReportData
 from sinklab.report.packing import pack_sweep
 from sinklab.report.page import write_report
-from sinklab.survey.suites import DomainsDocument
+from sinklab.survey.measure_many import Outcome
+from sinklab.survey.suites import Survey
 
 ONE = {"table_4": EXPERIMENTS["table_4"]}
 BOARD = {"mitigations": EXPERIMENTS["mitigations"]}
@@ -41,9 +42,10 @@ def test_a_sweep_is_called_by_what_is_in_it_wherever_it_was_packed(
 
 
 def test_the_lead_names_a_model_in_the_working_directory(tmp_path: Path) -> None:
-    document = DomainsDocument.model_validate({"model": ".", "domains": {"a": {}, "b": {}}})
     measured = {name: Measurement.load(make_measurement(tmp_path / name)) for name in ("a", "b")}
-    assert headline(ReportData.of_suite(document, measured))[0].startswith(". on two domains: ")
+    assert headline(ReportData.of_survey(Survey("domains", {"model": "."}, Outcome(measured))))[0].startswith(
+        ". on two domains: "
+    )
 
 
 @pytest.mark.parametrize(("on_the_bias", "said"), [(34.0, True), (0.0, False), (0.02, False)])

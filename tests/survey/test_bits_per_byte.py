@@ -21,9 +21,9 @@ from sinklab.data.spelling import UNKNOWN, spelling
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.report.page import write_report
-from sinklab.survey.compare import compare_models
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
+from sinklab.survey.suites import compare_models, compared_rows
 
 SMALL = Request(sequences=4, length=16)
 MANY_BYTES = "Ünïcödé 日本語 😀👩‍👧 naïve ﬁn. "
@@ -158,16 +158,16 @@ def test_losses_of_different_tokenizers_have_no_difference_and_bits_per_byte_hav
     model.save_pretrained(more)
     other = _with_another_tokenizer(tmp_path / "other")
     found = compare_models([str(base), str(more), str(other)], text, SMALL, out=tmp_path / "out")
-    rows = {row.quantity: row for row in found.rows()}
+    rows = {row.quantity: row for row in compared_rows(found.outcome.measured)}
     loss, bits = rows["loss"], rows["bits per byte"]
     assert loss.differences["more"] == pytest.approx(loss.values["more"] - loss.values["base"])  # type: ignore[operator]
     assert loss.differences["other"] is None
     assert bits.differences["other"] == pytest.approx(bits.values["other"] - bits.values["base"])  # type: ignore[operator]
-    for name, measured in found.measured.items():
+    for name, measured in found.outcome.measured.items():
         assert Measurement.load(tmp_path / "out" / name).bits_per_byte == measured.bits_per_byte is not None
     shown = io.StringIO()
-    print_measurement(found.measured["base"], Console(file=shown, width=120))
-    assert f"{found.measured['base'].bits_per_byte:.4f} bits/byte" in shown.getvalue()
+    print_measurement(found.outcome.measured["base"], Console(file=shown, width=120))
+    assert f"{found.outcome.measured['base'].bits_per_byte:.4f} bits/byte" in shown.getvalue()
     assert "Bits per byte" in write_report([tmp_path / "out"]).read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Domains, comparisons and families from the command line: results on stdout, sentences on stderr, exit statuses."""
+"""Domains and comparisons from the command line: results on stdout, sentences on stderr, exit statuses."""
 
 import json
 from pathlib import Path
@@ -58,39 +58,10 @@ def test_a_comparison_prints_both_models_and_their_difference(run: Run, models: 
     assert json.loads(out) == json.loads((tmp_path / "out" / "comparison.json").read_text())
 
 
-def test_families_are_measured_from_a_directory_and_failures_end_with_status_1(
-    run: Run, models: Path, tmp_path: Path
-) -> None:
-    call = ("measure", "--family", "gpt2", "--models-dir", models, "--text", "texts/alpha.jsonl", *SMALL)
-    status, out, err = run(*call, "--json")
-    assert status == 1
-    assert json.loads(out) == json.loads((tmp_path / "runs" / "families" / "families.json").read_text())
-    assert "3 of 4 models could not be measured" in err
-    assert "Traceback" not in err
-    status, out, _ = run(*call)
-    assert status == 1
-    assert "Sink₁" in out
-
-
-def test_a_dry_run_lists_sizes_and_makes_nothing(run: Run, models: Path, tmp_path: Path) -> None:
-    status, out, err = run("measure", "--family", "gpt2", "--family", "llama2", "--models-dir", models, "--dry-run")
-    assert status == 0, err
-    assert all(word in out for word in ("gpt2-xl", "1,557.6", "6.23", "77.00", "8 models", "Llama-2-7b-hf", "13.48"))
-    assert not (tmp_path / "runs").exists()
-    status, out, err = run("measure", "--family", "gpt2", "--dry-run", "--json")
-    assert json.loads(out)["models"][0]["model"] == "openai-community/gpt2"
-
-
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["measure"], "pass a MODEL, or families of models"),
-        (["measure", "x", "--family", "gpt2"], "pass a MODEL or --family, not both"),
-        (["measure", "--family", "bert", "--dry-run"], "unknown family 'bert'; choose from: gpt2"),
-        (["measure", "--family", "gpt2"], "natural inputs need a text"),
-        (["measure", "--family", "gpt2", "--by-domain"], "instead of --family"),
-        (["measure", "--family", "gpt2", "--dry-run", "--models-dir", "no"], "--models-dir no is not a directory"),
-        (["measure", "x", "--dry-run"], "--dry-run requires --family"),
+        (["measure"], "Missing argument 'MODEL'"),
         (["measure", "x", "--by-domain"], "needs --text FOLDER"),
         (["measure", "x", "--by-domain", "--text", "texts/alpha.jsonl"], "needs --text FOLDER"),
         (["measure", "x", "--by-domain", "--text", "texts", "--inputs", "random"], "remove --inputs random"),

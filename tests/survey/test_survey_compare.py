@@ -13,9 +13,10 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.opening import open_model
 from sinklab.report.page import write_report
-from sinklab.survey.compare import compare_models, labels
+from sinklab.survey.measure_many import labels
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request
+from sinklab.survey.suites import compare_models
 
 SMALL = Request(options=Options(eps=(0.3, 0.2)), sequences=4, length=16)
 
@@ -40,10 +41,10 @@ def test_a_real_model_beside_a_random_one_gives_what_each_gives_by_itself(
     comparison = compare_models([real, chat], text, SMALL, out=tmp_path / "out")
     for name, model in (("TinyStories-656K", real), ("chat", chat)):
         alone = measure_model(model, text, Request(options=Options(eps=(0.3, 0.2)), sequences=4, length=16))
-        assert without_cost(comparison.measured[name]) == without_cost(alone)
-        assert Measurement.load(tmp_path / "out" / name).document() == comparison.measured[name].document()
-    assert comparison.measured["chat"].notes == ["conversations were rendered with the model's chat template"]
-    assert any("has no chat template" in note for note in comparison.measured["TinyStories-656K"].notes)
+        assert without_cost(comparison.outcome.measured[name]) == without_cost(alone)
+        assert Measurement.load(tmp_path / "out" / name).document() == comparison.outcome.measured[name].document()
+    assert comparison.outcome.measured["chat"].notes == ["conversations were rendered with the model's chat template"]
+    assert any("has no chat template" in note for note in comparison.outcome.measured["TinyStories-656K"].notes)
 
     document = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert document == comparison.document()

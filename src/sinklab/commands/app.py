@@ -14,7 +14,7 @@ from sinklab.commands.ending import end
 from sinklab.commands.evaluate import evaluate
 from sinklab.commands.from_model import PanelCommand, PlainGroup, with_options
 from sinklab.commands.lab import lab
-from sinklab.commands.measure import compare, measure, parity
+from sinklab.commands.measure import compare, measure
 from sinklab.commands.options import Json, option, print_result
 from sinklab.commands.sft import sft
 from sinklab.commands.terminal.progress import JobProgress
@@ -275,7 +275,7 @@ def runs(
 
 
 GROUPS = {
-    "Measure a model": {"measure": measure, "compare": compare, "parity": parity, "assess": assess, "eval": evaluate},
+    "Measure a model": {"measure": measure, "compare": compare, "assess": assess, "eval": evaluate},
     "Train models": {
         "lab": lab,
         "train": train,

@@ -1,18 +1,21 @@
-"""`sinklab measure`, `compare` and `parity`. The commands import slow modules when called."""
+"""`sinklab measure` and `compare`. The commands import slow modules when called."""
 
+from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from sinklab.commands.from_model import Only, with_options
-from sinklab.commands.options import Json, LoadingOptions, option, run_job
+from sinklab.commands.options import Json, LoadingOptions, option, run_job, save_report
 from sinklab.commands.terminal.progress import JobProgress
-from sinklab.commands.terminal.tables import stderr
+from sinklab.commands.terminal.tables import print_text, stderr
 from sinklab.errors import InputError, SinklabError
-from sinklab.measuring.options import Options
-from sinklab.settings import INPUT, MEASURED, OUTPUT
+from sinklab.settings import INPUT, OUTPUT
+from sinklab.signals import keeping_what_is_finished
 from sinklab.survey.request import Request
 
 
@@ -30,9 +33,9 @@ Text = Annotated[Path | None, option(INPUT, "Text for natural inputs: .txt, .jso
 def measure(
     *,
     model: Annotated[
-        str | None,
-        typer.Argument(help="Hugging Face id, model directory, .gguf file or run directory; none with --family."),
-    ] = None,
+        str,
+        typer.Argument(help="Hugging Face id, model directory, .gguf file or run directory."),
+    ],
     text: Text = None,
     request: Request,
     revision: Annotated[
@@ -44,21 +47,7 @@ def measure(
     ],
     by_domain: Annotated[bool, option(INPUT, "Measure each file of the folder --text separately.")] = False,
     by_checkpoint: Annotated[bool, option(INPUT, "Measure each checkpoint in the folder or run MODEL.")] = False,
-    family: Annotated[
-        list[str] | None,
-        option(
-            INPUT,
-            "Model families of the paper: gpt2, llama2, llama3, mistral, pythia, opt, jamba or all; repeatable.",
-            metavar="NAME",
-        ),
-    ] = None,
-    models_dir: Annotated[
-        Path | None, option(INPUT, "With --family: folder of the models, each named as on the hub.")
-    ] = None,
-    dry_run: Annotated[bool, option(OUTPUT, "With --family: only print parameters, disk and memory.")] = False,
-    out: Annotated[
-        Path | None, option(OUTPUT, "Directory for measurements and report.html; default with --family: runs/families.")
-    ] = None,
+    out: Annotated[Path | None, option(OUTPUT, "Directory for measurements and report.html.")] = None,
     formats: Annotated[
         list[TableFormat] | None,
         option(
@@ -76,21 +65,19 @@ def measure(
 
     Example: sinklab measure runs/k --inputs random --eps 0.3,0.2 --details
 
-    --by-domain, --by-checkpoint, several --revision and --family run several measurements, each saved in its own folder
-    in --out. The same command resumes after an interruption.
+    --by-domain, --by-checkpoint and several --revision run several measurements, each saved in its own folder in --out.
+    The same command resumes after an interruption. Several models: sinklab compare.
     """
     request.check_options()
-    from sinklab.commands.measurements import FAMILIES_OUT, Invocation
     from sinklab.measuring.frames import check_formats
 
     revisions = revision or []
     by_step = by_checkpoint or len(revisions) > 1
-    many = bool(family or by_domain or by_step)
-    check_formats(formats or (), out, one=not many)
-    if request.options.explore and (out is None or many):
+    check_formats(formats or (), out, one=not (by_domain or by_step))
+    if request.options.explore and (out is None or by_domain or by_step):
         raise InputError(
-            "--explore requires a single measurement, saved in --out: pass MODEL and --out, and remove --family, "
-            "--by-domain, --by-checkpoint and any second --revision"
+            "--explore requires a single measurement, saved in --out: pass MODEL and --out, and remove --by-domain, "
+            "--by-checkpoint and any second --revision"
         )
     if by_domain and by_step:
         raise InputError(
@@ -98,33 +85,38 @@ def measure(
         )
     if revisions and not by_step:
         loading = loading.model_copy(update={"revision": revisions[0]})
-    place = out or (FAMILIES_OUT if family else None)
-    given = Invocation(text, request, loading.on(stderr()), place, as_json)
-    if family:
-        if model is not None:
-            raise InputError(f"pass a MODEL or --family, not both: got {model} and --family {family[0]}")
-        one_only = {"--by-domain": by_domain, "--by-checkpoint": by_checkpoint, "--revision": revisions}
-        if wrong := [name for name, value in {**one_only, "--subfolder": loading.subfolder}.items() if value]:
-            raise InputError(f"{wrong[0]} applies to a single MODEL: remove it, or pass a MODEL instead of --family")
-        if dry_run:
-            given.sizes(family, models_dir)
-        else:
-            given.families(family, models_dir)
-        return
-    if model is None:
-        raise InputError("pass a MODEL, or families of models: --family gpt2 (see --help)")
-    if models_dir is not None or dry_run:
-        raise InputError(
-            f"{'--dry-run' if dry_run else '--models-dir'} requires --family: pass --family instead of MODEL, or leave "
-            "the option out"
-        )
-    model = loading.within(model)
+    model, how = loading.within(model), loading.on(stderr())
     if by_domain:
-        given.domains(model)
+        from sinklab.survey.suites import domain_files, measure_domains
+
+        total = len(domain_files(text)) if text is not None and text.is_dir() else 0
+        _run_survey("domains", total, partial(measure_domains, model, text, request, loading=how), out, as_json)
     elif by_step:
-        given.checkpoints(model, revisions)
+        from sinklab.survey.checkpoints import folders_without_step, saved_models
+        from sinklab.survey.suites import measure_checkpoints
+
+        total = len(saved_models(model, revisions))
+        if not revisions and (skipped := folders_without_step(Path(model))):
+            print_text(f"not measured, because the name has no step or token count: {', '.join(skipped)}", stderr())
+        measuring = partial(measure_checkpoints, model, revisions, text, request, loading=how)
+        _run_survey("checkpoints", total, measuring, out, as_json)
     else:
-        given.one_model(model, formats or ())
+        from sinklab.commands.terminal.results import print_measurement
+        from sinklab.jobs import StepProgress, unsaved
+        from sinklab.measuring.frames import write_tables
+        from sinklab.survey.measure_one import measure_model
+
+        def work(progress: JobProgress) -> Any:
+            step = StepProgress("measuring", progress)
+            found = measure_model(model, text, request, loading=how, out=out, progress=step.reach)
+            if out is not None:
+                with unsaved(lambda: found):
+                    write_tables(found.columns, out, formats or ())
+            return found
+
+        run_job(work, f"reading {model} and the text", as_json, print_measurement)
+        if out is not None:
+            save_report(out)
 
 
 @with_options
@@ -149,49 +141,44 @@ def compare(
     The text is tokenized with each model's own tokenizer, and conversations (messages) are rendered with its own chat
     template. Differences are relative to the first model.
     """
-    from sinklab.commands.measurements import Invocation
+    from sinklab.commands.terminal.results import print_comparison
+    from sinklab.survey.suites import compare_models
 
-    given = Invocation(text, request, loading.on(stderr()), out, as_json)
-    given.compare([loading.within(model) for model in models])
+    named = [loading.within(model) for model in models]
+    measuring = partial(compare_models, named, text, request, loading=loading.on(stderr()))
+    _run_survey("models", len(named), measuring, out, as_json, print_comparison)
 
 
-@with_options
-def parity(
-    *,
-    model: Annotated[str, typer.Argument(help="Hugging Face id, model directory or .gguf file.")],
-    text: Annotated[
-        Path | None, option(INPUT, "Text file (.txt, .jsonl, .csv, .parquet, ..) or a folder; default: random tokens.")
-    ] = None,
-    backend: Annotated[
-        list[str] | None,
-        option(
-            MEASURED,
-            "eager, sdpa, flex_attention, flash_attention_2, _3 or _4; repeatable; default: all.",
-            metavar="NAME",
-        ),
-    ] = None,
-    request: Annotated[Request, Only("sequences", "length", "seed")] = Request(sequences=4),
-    loading: LoadingOptions,
-    as_json: Json = False,
+def _run_survey(
+    what: str,
+    total: int,
+    measuring: Callable[..., Any],
+    out: Path | None,
+    as_json: bool,
+    show: Callable[[Any, Console], None] | None = None,
 ) -> None:
-    """Check that transformers' attention backends give the same logits and apply the model's sink logits, if any.
+    """Run several measurements with a progress bar, print their result and, with `out`, write report.html.
 
-    Example: sinklab parity MODEL --backend sdpa --backend eager
+    Args:
+        what: plural noun for the measurements, such as "domains"; `total` is their number.
+        measuring: function (out, observe) that runs the measurements and returns the result.
+        show: function that prints the result as tables; default: `print_survey`.
 
-    sinklab's own attention backend is always included. The exit status is 1 if a backend differs from eager attention
-    or drops the sink logits; an unavailable backend is not an error.
+    Raises:
+        UnsavedError: if the result could not be saved; it has been printed.
+        SinklabError: if the result lists failed measurements; the others have been printed and, with `out`, saved.
     """
-    from sinklab.commands.terminal.results import print_parity
-    from sinklab.survey.backends import Parity, compare_backends
+    from sinklab.commands.terminal.results import print_survey
 
-    model = loading.within(model)
-    if text is None:
-        request = request.model_copy(update={"options": Options(inputs="random")})
+    def work(progress: JobProgress) -> Any:
+        return measuring(out=out, observe=progress)
 
-    def work(progress: JobProgress) -> Parity:
-        loader, backends = loading.on(progress.console), backend or None
-        return compare_backends(model, text, request, loading=loader, backends=backends, observe=progress)
-
-    found = run_job(work, f"reading {model} and the text", as_json, print_parity)
-    if wrong := found.wrong():
-        raise SinklabError(wrong)
+    with keeping_what_is_finished(out is not None):
+        found = run_job(work, f"reading the text and the {what}", as_json, show or print_survey, what=what, steps=total)
+        outcome = found.outcome
+        if outcome.measured and out is not None:
+            save_report(out)
+    if outcome.failed:
+        lines = [f"  {name}: {failure}" for name, failure in outcome.failed.items()]
+        count = f"{len(lines)} of {len(lines) + len(outcome.measured)} {what} could not be measured"
+        raise SinklabError("\n".join([f"{count}; run the same command again to retry them:", *lines]))

@@ -27,8 +27,15 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.evaluating.tasks import chosen_task
 from sinklab.experiments.definition import Experiment
 from sinklab.experiments.documents import SUMMARY, Summary, record_of
-from sinklab.experiments.measured import MeasuredResults, downstream_tasks, measure_experiment
-from sinklab.experiments.passes import Pass, passes_of, subjects_of, with_models
+from sinklab.experiments.measured import (
+    MeasuredResults,
+    Pass,
+    downstream_tasks,
+    measure_experiment,
+    passes_of,
+    subjects_of,
+    with_models,
+)
 from sinklab.experiments.sweep import store
 from sinklab.experiments.sweep.engine import Event, train_all
 from sinklab.experiments.sweep.engines import EngineName, open_engine
@@ -39,7 +46,7 @@ from sinklab.experiments.sweep.preview import Preview, pace_here, pace_of_runs, 
 from sinklab.models.huggingface.loading import Loading
 from sinklab.outputs import REPORT, RUNS, check_results
 from sinklab.signals import INTERRUPTED, PreemptedError
-from sinklab.survey.compare import labels
+from sinklab.survey.measure_many import labels
 from sinklab.train.directory.lock import HeldError
 from sinklab.train.directory.run import emulation_warning
 from sinklab.tuning.sft_dataset import TuneSources

@@ -5,14 +5,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.errors import SinklabError
 from sinklab.experiments.definition import MeasuredCell
 from sinklab.experiments.documents import CellRun, read_record
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.registry import NAMED
 from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.recipe import load_recipe
 from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
@@ -112,59 +111,10 @@ def measured_numbers(cell: MeasuredCell, measured: Measurement, draw: int) -> Ru
         key_norm_ratio=measured.key_norm_ratio if whole else None,
         value_norm_ratio=measured.value_norm_ratio if whole else None,
     )
-    others = _others(cell, measured) if whole else {}
-    return RunNumbers(draw, [reading], sequences=measured.sequences, measured=others)
-
-
-def _others(cell: MeasuredCell, measured: Measurement) -> dict[str, float]:
-    """Return the quantities of existing models that evaluations do not record (`quantities.py`), by name."""
-    layers_L = 100 * measured.importance[..., 0].mean(-1)
-    early, late = np.split(layers_L, [max(1, len(layers_L) // 4)])
-    found = {"importance_first": float(layers_L.mean()), "importance_early": float(early.mean())}
-    if late.size:
-        found["importance_gap"] = float(late.mean() - early.mean())
-    if (said := measured.propositions) is not None:
-        deviations = (said.hidden_deviation, said.attention_deviation or 0.0, -(said.bound_slack or 0.0))
-        found["proposition_excess"] = max(deviations) / said.tolerance
-    if measured.details and (kurtosis := measured.details.by_layer.get("kurtosis_by_block")):
-        found["kurtosis"] = max(kurtosis)
-    if measured.massive_activations:
-        found["largest_activation"] = max(abs(one.value) for one in measured.massive_activations)
-        found["activation_ratio"] = max(one.ratio_to_median for one in measured.massive_activations)
-    return dict(measured.scores or {}) | found | _angles(measured, cell.eps) | _gates(measured)
-
-
-def _angles(measured: Measurement, eps: float) -> dict[str, float]:
-    """Return `cosine_first`, `cosine_rest`, `cosine_gap` and `norm_product_ratio` (`quantities.py`), by name.
-
-    The means are over the heads whose mean importance of the first token exceeds eps. The result is empty without such
-    heads, cosines, norm products or later tokens, or if the mean norm product of the other keys is 0.
-    """
-    heads_LH = measured.importance[:, :, 0] > eps
-    cosine_LHT = measured.details.cosine if measured.details else None
-    product_LHT = measured.details.norm_product if measured.details else None
-    if cosine_LHT is None or product_LHT is None or not heads_LH.any() or measured.length < 2:
-        return {}
-    first, rest = _first_and_rest(cosine_LHT[heads_LH])
-    product_first, product_rest = _first_and_rest(product_LHT[heads_LH])
-    if product_rest == 0:
-        return {}
-    return {
-        "cosine_first": first,
-        "cosine_rest": rest,
-        "cosine_gap": first - rest,
-        "norm_product_ratio": product_first / product_rest,
-    }
-
-
-def _gates(measured: Measurement) -> dict[str, float]:
-    """Return `gate_first`, `gate_rest` and `gate_closed` (percent); empty without gates, or for a single token."""
-    details = measured.details
-    if details is None or details.gate is None or details.gate_closed is None or measured.length < 2:
-        return {}
-    first, rest = _first_and_rest(details.gate.reshape(-1, measured.length))
-    return {"gate_first": first, "gate_rest": rest, "gate_closed": 100 * float(details.gate_closed.mean())}
-
-
-def _first_and_rest(of_heads_ST: np.ndarray) -> tuple[float, float]:
-    return float(of_heads_ST[:, 0].mean()), float(of_heads_ST[:, 1:].mean())
+    others = {one.name: one.of_model(measured, cell.eps) for one in NAMED if one.of_model and whole}
+    return RunNumbers(
+        draw,
+        [reading],
+        sequences=measured.sequences,
+        measured={name: value for name, value in others.items() if value is not None},
+    )

@@ -8,20 +8,18 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
-
-from pydantic import Field, StrictInt, ValidationError
+from typing import Any, Literal
 
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
-from sinklab.errors import InputError, SinklabError, cause
+from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.documents import SUMMARY, CellSummary, RunRecord, Summary, read_record
 from sinklab.experiments.sweep.packed import is_packed
 from sinklab.files import folders_with, if_present, parse_json, read_document, read_mapping
 from sinklab.measuring.statistics.highest import later_sink_text
 from sinklab.report.data import ReportData, ReportedRun, Suite, assign_cells, model_name, recipe_changes
 from sinklab.report.sweeps import Sweep, read_sweep, value_text
-from sinklab.schema import ReadDocument, leaves
-from sinklab.survey.suites import SuiteDocument
+from sinklab.schema import leaves
+from sinklab.survey.suites import FILES, SuiteDocument
 from sinklab.train.directory.checkpoint import steps_saved
 from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.directory.lock import is_held
@@ -34,24 +32,9 @@ REWRITE = (
     "or leave its folder out"
 )
 
-SUITES = {kind.file: kind for kind in get_args(SuiteDocument)}
 
-
-class _ReadTraining(ReadDocument):
-    steps: StrictInt | None = None
-
-
-class _ReadMetric(ReadDocument):
-    eps: float | None = None
-
-
-class _ReadRecipe(ReadDocument):
-    """Recipe keys whose types are checked; recipes of other versions, with other keys, are accepted."""
-
-    name: str = ""
-    seed: StrictInt | None = None
-    train: _ReadTraining = Field(default_factory=_ReadTraining)
-    metric: _ReadMetric = Field(default_factory=_ReadMetric)
+CHECKED = {"name": str, "seed": int, "train": dict, "train.steps": int, "metric": dict, "metric.eps": (int, float)}
+"""Types of the recipe keys that reports use; recipes of other versions, with other keys, are accepted."""
 
 
 def collect(dirs: list[Path]) -> ReportData:
@@ -78,14 +61,19 @@ def collect(dirs: list[Path]) -> ReportData:
         if summary.experiments:
             sweeps.append(read_sweep(top, summary))
         found, known = _runs_of(top, summary)
-        _check_nested(top, found, dirs)
-        prefix = _free_prefix(top, {*known, *(run.cell for run in found)}, {*cells, *(run.cell for run in runs)})
+        for inner in (one.resolve() for one in dirs if one is not top):
+            if inner.is_relative_to(top.resolve()) and any(run.path.resolve().is_relative_to(inner) for run in found):
+                raise InputError(f"{top} contains {inner}, whose runs would be counted twice: leave one of them out")
+        names, taken = {*known, *(run.cell for run in found)}, {*cells, *(run.cell for run in runs)}
+        parts = top.resolve().parts  # as few of the last ones as make the names of the cells distinct
+        prefixes = ("".join(f"{part}/" for part in parts[len(parts) - count :]) for count in range(len(parts) + 1))
+        prefix = next(one for one in prefixes if not any(one + name in taken for name in names))
         runs += [replace(run, cell=prefix + run.cell) for run in found]
         cells |= {prefix + name: cell for name, cell in known.items()}
     suites = [
-        Suite(top, read_document(kind, top / name, "rerun the command that wrote it, or remove the file"))
+        Suite(top, read_document(SuiteDocument, top / name, "rerun the command that wrote it, or remove the file"))
         for top in dirs
-        for name, kind in SUITES.items()
+        for name in FILES.values()
         if (top / name).is_file()
     ]
     place = {suite.top / name: number for suite in suites for number, name in enumerate(suite.document.measured)}
@@ -99,22 +87,6 @@ def collect(dirs: list[Path]) -> ReportData:
     order = {cell: index for index, cell in enumerate(data.cells)}
     runs.sort(key=lambda run: (order[run.cell], run.seed or 0, str(run.path)))
     return data
-
-
-def _check_nested(top: Path, runs: Sequence[ReportedRun], dirs: Sequence[Path]) -> None:
-    """Raise InputError if one of the `runs` that were found in `top` is also in another of `dirs`, inside `top`."""
-    for inner in dirs:
-        place = inner.resolve()
-        inside = inner is not top and place.is_relative_to(top.resolve())
-        if inside and any(run.path.resolve().is_relative_to(place) for run in runs):
-            raise InputError(f"{top} contains {inner}, whose runs would be counted twice: leave one of them out")
-
-
-def _free_prefix(top: Path, names: Collection[str], taken: Collection[str]) -> str:
-    """Return the shortest end of the path of `top` (with a slash, or empty) with which no name is in `taken`."""
-    parts = top.resolve().parts
-    prefixes = ("".join(f"{part}/" for part in parts[len(parts) - count :]) for count in range(len(parts) + 1))
-    return next(prefix for prefix in prefixes if not any(prefix + name in taken for name in names))
 
 
 def _runs_of(top: Path, summary: Summary) -> tuple[list[ReportedRun], Mapping[str, CellSummary]]:
@@ -175,22 +147,18 @@ def _read_run(path: Path, top: Path, named: Collection[str], cell: str | None) -
     seed = recipe["seed"] if "seed" in recipe else int(folder[1]) if folder else None
     history = read_history(path / "metrics.jsonl")
     failed = bool(_error_of(path, read_record(path)))
-    return ReportedRun(path, cell, seed, recipe, _read_mapping(path / "env.json"), history, measurement, failed)
+    env = if_present(lambda: read_mapping(path / "env.json", REPAIR)) or {}
+    return ReportedRun(path, cell, seed, recipe, env, history, measurement, failed)
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
     """Read a recipe of any version, and check the types of the values used in reports; {} if there is no file."""
-    values = _read_mapping(path)
-    try:
-        _ReadRecipe.model_validate(values)
-    except ValidationError as error:
-        raise InputError(f"{path} is not the recipe of a run ({cause(error)}): {REPAIR}") from error
+    values = if_present(lambda: read_mapping(path, REPAIR)) or {}
+    known = leaves(values)
+    for key, kind in CHECKED.items():
+        if known.get(key) is not None and (not isinstance(known[key], kind) or isinstance(known[key], bool)):
+            raise InputError(f"{path} is not the recipe of a run ({key} is {known[key]!r}): {REPAIR}")
     return values
-
-
-def _read_mapping(path: Path) -> dict[str, Any]:
-    """Read a mapping from a YAML or JSON file; {} if there is no such file."""
-    return if_present(lambda: read_mapping(path, REPAIR)) or {}
 
 
 State = Literal["running", "done", "stopped", "failed", "not begun", "damaged"]

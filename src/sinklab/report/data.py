@@ -17,8 +17,8 @@ from sinklab.errors import InputError
 from sinklab.experiments.documents import CellSummary
 from sinklab.report.sweeps import Sweep, value_text
 from sinklab.schema import leaves
-from sinklab.survey.suites import FamilyMember, MeasuredCheckpoint, SuiteDocument
-from sinklab.train.directory.history import Evaluation
+from sinklab.survey.suites import SavedCheckpoint, SuiteDocument, Survey
+from sinklab.train.directory.history import Evaluation, seconds_spent
 from sinklab.train.recipe import KINDS, UNHASHED_TRAIN_KEYS, load_recipe
 
 if TYPE_CHECKING:
@@ -62,6 +62,14 @@ class ReportedRun:
         """Create a reported run from an unsaved measurement; its cell is named after the model."""
         return cls(Path(), model_name(measurement.model) if measurement.model else "model", measurement=measurement)
 
+    @classmethod
+    def of_summary(cls, cell: str, summary: CellSummary) -> "ReportedRun":
+        """Create a run with the medians of a cell in summary.json, for a cell whose runs are not on disk."""
+        ratio = [] if summary.hidden_norm_ratio_max is None else [summary.hidden_norm_ratio_max]
+        rates = {"sink_rate": summary.sink_rate, "sink_rate_bias": summary.sink_rate_bias}
+        stored = Evaluation(step=0, valid_loss=summary.valid_loss, hidden_norm_ratio=ratio, **rates)
+        return cls(Path(), cell, history=[stored])
+
     @property
     def trained(self) -> bool:
         """Whether this is a training run (it has a recipe) rather than a measurement of an existing model."""
@@ -82,9 +90,15 @@ class ReportedRun:
         return self.history[-1].step if self.history else None
 
     @property
-    def in_progress(self) -> bool:
-        """Whether this is an unfinished training run: its last evaluation precedes the last step of its recipe."""
-        return self.trained and not self.failed and (self.steps_done or 0) < (self.planned_steps or 0)
+    def seconds(self) -> float | None:
+        """Duration of the training, or of the measurement of a model, in seconds; None if unknown.
+
+        Evaluations without a recorded speed are skipped; their tokens are counted at the speed of the next evaluation.
+        """
+        if self.trained:
+            known = [one for one in self.history if one.tokens is not None and one.tokens_per_second]
+            return seconds_spent(known) or None
+        return self.measurement.seconds if self.measurement else None
 
     @property
     def unfinished(self) -> str:
@@ -157,9 +171,10 @@ class ReportData:
     assessed: list[Assessment] = field(default_factory=list)
 
     @classmethod
-    def of_suite(cls, document: SuiteDocument, measured: "Mapping[str, Measurement]") -> "ReportData":
-        """Create the data of a report on an unsaved suite; `measured` is by name in the document."""
-        runs = [ReportedRun(Path(name), name, measurement=one) for name, one in measured.items()]
+    def of_survey(cls, survey: Survey) -> "ReportData":
+        """Create the data of a report on an unsaved survey."""
+        document = SuiteDocument.model_validate({**survey.document(), "failed": {}})
+        runs = [ReportedRun(Path(name), name, measurement=one) for name, one in survey.outcome.measured.items()]
         return cls([Path()], runs, suites=[Suite(Path(), document)])
 
     @property
@@ -197,9 +212,10 @@ class ReportData:
         return self.suites[0].document
 
     @property
-    def entries(self) -> dict[str, FamilyMember | MeasuredCheckpoint | dict[str, object]]:
-        """Entries of the suite documents for the measurements in `runs`, by cell."""
-        return {run.cell: suite.document.measured[name] for suite in self.suites for name, run in suite.runs(self)}
+    def checkpoints(self) -> dict[str, SavedCheckpoint]:
+        """Checkpoints of the suites for the measurements in `runs`, by cell."""
+        found = [(run, suite.document.checkpoints, name) for suite in self.suites for name, run in suite.runs(self)]
+        return {run.cell: checkpoints[name] for run, checkpoints, name in found if checkpoints}
 
     @property
     def notes(self) -> list[tuple[str, str]]:
@@ -220,6 +236,11 @@ class ReportData:
     def detailed(self) -> "list[tuple[ReportedRun, Measurement, Details]]":
         """The runs measured with --details or --map, with measurement and details."""
         return [(run, one, one.details) for run, one in self.measured if one.details is not None]
+
+    @property
+    def has_visible(self) -> bool:
+        """Whether a measurement has the importance averaged over the queries that can see the key."""
+        return any(one.importance_visible is not None for _, one in self.measured)
 
     def arrays(self, of: "Callable[[Measurement], np.ndarray | None]") -> "list[tuple[str, np.ndarray]]":
         """Return (label, array) for each measured run; `of` returns the array of a measurement.

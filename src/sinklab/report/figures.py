@@ -1,7 +1,7 @@
 """Figures of runs, suites and assessments, such as curves over training steps, checkpoints and sequence lengths."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,12 +10,25 @@ from sinklab.assessing.assessment import Assessment
 from sinklab.assessing.part import LOSS_ADDED
 from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.registry import METRICS, Evaluation
 from sinklab.plots import PlotAxis
-from sinklab.report.cells import averaged, cell_rows, curve
-from sinklab.report.charts import STEPS, Drawing, Figure, HeatmapAxis, heatmaps, layer_axis, lines, scale_over, scatter
+from sinklab.report.cells import later_sink_of_cell
+from sinklab.report.charts import (
+    STEPS,
+    Figure,
+    HeatmapAxis,
+    heatmaps,
+    layer_axis,
+    lines,
+    scale_over,
+    scatter,
+)
 from sinklab.report.data import ReportData, ReportedRun, rates_by_eps
+from sinklab.report.html import caption
 from sinklab.report.measurement_figures import details_figures, importance_figures
-from sinklab.survey import suites
+from sinklab.report.run_table import by_layer, over_seeds, run_table
+from sinklab.schema import finite_or_none
+from sinklab.survey.suites import SavedCheckpoint
 from sinklab.tables import SINK_1
 
 SPREAD = (("low", "lowest seed", ".3f"), ("high", "highest seed", ".3f"), ("runs", "runs", "d"))
@@ -44,79 +57,52 @@ def figures(data: ReportData) -> list[Figure]:
 
 
 def _sink_by_step(data: ReportData) -> Figure | None:
-    elsewhere = sorted({row.later_sink[0] for row in cell_rows(data) if row.later_sink})
-    rows: list[dict[str, Any]] = []
-    for position in [1, *elsewhere][:3]:
-        where = "first token" if position == 1 else f"position {position}"
-        rows += curve(data.runs, lambda one, k=position: dict(enumerate(one.sink_rate, 1)).get(k), where)
-    rows += curve(data.runs, lambda one: one.sink_rate_bias, "added sink")
+    elsewhere = sorted({later[0] for cell in data.cells if (later := later_sink_of_cell(data, cell))})
+    read = {
+        "first token" if k == 1 else f"position {k}": lambda one, k=k: dict(enumerate(one.sink_rate, 1)).get(k)
+        for k in [1, *elsewhere][:3]
+    }
+    rows = _by_step(data, {**read, "added sink": METRICS["sink_bias"].read})
     if not rows:
         return None
-    places = {row["where"] for row in rows}
-    caption = (
-        f"Share of (sequence, layer, head) triples whose importance exceeds ε = {data.eps}, at every evaluation. "
-        "The threshold is applied to each sequence before any averaging. "
-        + ("The line style indicates the position of the sink. " if len(places) > 1 else "")
-        + (
-            "An added sink is a bias, a sink logit, a sink token, registers or the remainder of stick-breaking. "
-            if "added sink" in places
-            else ""
-        )
-        + _band(data)
-    )
+    places = {row["metric"] for row in rows}
+    about = caption("sink_by_step", eps=data.eps, places=places, several=_several(data))
     title = f"Sink rate (percent of heads, ε = {data.eps})"
     rate = PlotAxis(title, "value", "percent", at_least=1, format="~g", precision=".2f")
-    chart = _over_steps(rows, data, rate)
-    return Figure("sink-by-step", "Sink rate during training", caption, [chart])
+    chart = lines(rows, STEPS, rate, order=data.cells, dash="metric", band=("low", "high"), tips=SPREAD)
+    return Figure("sink-by-step", "Sink rate during training", about, [chart])
 
 
 def _loss(data: ReportData) -> Figure | None:
-    rows = curve(data.runs, lambda one: one.valid_loss, "validation")
-    rows += curve(data.runs, lambda one: one.train_loss, "training")
+    rows = _by_step(data, {"validation": METRICS["valid_loss"].read, "training": METRICS["train_loss"].read})
     if not rows:
         return None
-    caption = (
-        "Mean next-token cross-entropy on held-out documents (solid) and on training batches (dashed). "
-        "Sinks should be compared only between models of similar loss. " + _band(data)
-    )
+    about = caption("loss_by_step", several=_several(data))
     loss = PlotAxis("Loss (nats per token)", "value", zero=False, precision=".3f")
-    chart = _over_steps(rows, data, loss)
-    return Figure("loss-by-step", "Loss during training", caption, [chart])
+    chart = lines(rows, STEPS, loss, order=data.cells, dash="metric", band=("low", "high"), tips=SPREAD)
+    return Figure("loss-by-step", "Loss during training", about, [chart])
 
 
-def _over_steps(rows: Sequence[dict[str, Any]], data: ReportData, y: PlotAxis) -> Drawing:
-    return lines(rows, STEPS, y, order=data.cells, dash="where", band=("low", "high"), tips=SPREAD)
+def _by_step(data: ReportData, read: Mapping[str, Callable[[Evaluation], float | None]]) -> list[dict[str, Any]]:
+    """Return numbers of the evaluations, averaged over seeds, in the order of `read`."""
+    rows = over_seeds(run_table(data.runs, {}, read), "cell", "metric", "step")
+    return sorted(rows, key=lambda row: [*read].index(row["metric"]))
 
 
 def _norm_ratio(data: ReportData) -> Figure | None:
-    rows = averaged(
-        ("cell", "layer"),
-        (
-            (run.cell, layer, ratio)
-            for run in data.runs
-            for layer, ratio in enumerate(run.latest.hidden_norm_ratio)
-            if math.isfinite(ratio)
-        ),
-    )
+    rows = by_layer((run.cell, "", run.latest.hidden_norm_ratio) for run in data.runs)
     if not rows:
         return None
     infinite = any(run.latest.largest_norm_ratio == math.inf for run in data.runs)
-    caption = (
-        "Norm of the hidden state at the first position relative to the mean norm at the other positions, after each "
-        "block (for the last block, before the final normalisation). A ratio of 1 (dashed line) means that the first "
-        "token does not differ from the others; large ratios indicate the massive activations that accompany a sink. "
-        + ("Infinite ratios (all other norms are zero) are omitted. " if infinite else "")
-        + _band(data)
-    )
+    about = caption("norm_ratio", infinite=infinite, several=_several(data))
     x, title = layer_axis(rows, "After block (0 is the embedding)"), "Norm ratio (first token / mean of the others)"
     y = PlotAxis(title, "value", "ratio", scale="auto", format="~g", precision=".3f")
     chart = lines(rows, x, y, order=data.cells, band=("low", "high"), reference=1.0, tips=SPREAD)
-    return Figure("norm-ratio", "Norm ratio of the first token's hidden state", caption, [chart])
+    return Figure("norm-ratio", "Norm ratio of the first token's hidden state", about, [chart])
 
 
-def _band(data: ReportData) -> str:
-    several = any(len(data.runs_of(cell)) > 1 for cell in data.cells)
-    return "Lines are means over seeds, and bands extend from the lowest to the highest seed." if several else ""
+def _several(data: ReportData) -> bool:
+    return any(len(data.runs_of(cell)) > 1 for cell in data.cells)
 
 
 def length_figure(cells: Mapping[str, CellSummary]) -> Figure | None:
@@ -136,16 +122,13 @@ def length_figure(cells: Mapping[str, CellSummary]) -> Figure | None:
     if len(lengths) < FEWEST:
         return None
     rows.sort(key=lambda row: (row["where"], row["eps"], row["length"]))
-    caption = (
-        "Sink rate of the first token of the same sequences truncated to different lengths, for several thresholds ε. "
-        "Points are medians over draws of sequences, and bands extend from the minimum to the maximum."
-    )
+    about = caption("sink_by_length")
     x = PlotAxis("Tokens per sequence", "length", "tokens", scale="log", whole=True, precision="d", ticks=lengths)
     y = PlotAxis(f"{SINK_1} (percent of heads)", "median", "percent", domain=(0, 100), precision=".1f")
     tips = (("name", "cell", ""), ("low", "from", ".1f"), ("high", "to", ".1f"))
     thresholds = list(dict.fromkeys(row["cell"] for row in rows))
     chart = lines(rows, x, y, order=thresholds, band=("low", "high"), tips=tips)
-    return Figure("sink-by-length", "Sink rate by threshold and sequence length", caption, [chart])
+    return Figure("sink-by-length", "Sink rate by threshold and sequence length", about, [chart])
 
 
 def suite_figures(data: ReportData) -> list[Figure]:
@@ -153,15 +136,14 @@ def suite_figures(data: ReportData) -> list[Figure]:
     found: list[Figure] = []
     for number, suite in enumerate(data.suites):
         measured = [(run, run.measurement) for _, run in suite.runs(data) if run.measurement]
-        match suite.document:
-            case suites.FamiliesDocument() as document if document.measured:
-                found.append(_families(document, number))
-            case suites.DomainsDocument() if measured:
-                found.append(_domains(measured, number))
-            case suites.ComparisonDocument() if measured:
-                found.append(_comparison(measured, data.cells, number))
-            case suites.CheckpointsDocument() as document if measured:
-                found += _checkpoints(document, measured[0][1].eps, number)
+        if measured:
+            match suite.document.kind:
+                case "domains":
+                    found.append(_domains(measured, number))
+                case "models":
+                    found.append(_comparison(measured, data.cells, number))
+                case "checkpoints":
+                    found += _checkpoints(measured, data.checkpoints, number)
     return found
 
 
@@ -187,91 +169,58 @@ def _domains(measured: Measured, number: int) -> Figure:
             x, thresholds = PlotAxis(title, "value", zero=zero), list(dict.fromkeys(row["threshold"] for row in rows))
             tips = [("sequences", "sequences", "d")]
             drawn.append(scatter(rows, x, domain, "threshold", thresholds, join="domain", tips=tips))
-    caption = (
-        "Sink rate of the first token and loss on each text, ordered by decreasing sink rate. Model, tokenizer and "
-        "number of tokens per sequence are the same for all texts. A text may have fewer sequences than requested; the "
-        "table and the tooltips of the points state their number."
-    )
-    return Figure(f"domains-{number}", "Sink rate by text domain", caption, drawn)
+    about = caption("domains")
+    return Figure(f"domains-{number}", "Sink rate by text domain", about, drawn)
 
 
 def _comparison(measured: Measured, cells: Sequence[str], number: int) -> Figure:
-    rows = [
-        {"cell": run.cell, "layer": layer, "value": float(rate)}
-        for run, one in measured
-        for layer, rate in enumerate(one.sink_rate_of_heads().mean(1), start=1)
-    ]
+    rows = by_layer(((run.cell, "", one.sink_rate_of_heads().mean(1)) for run, one in measured), 1)
     eps = measured[0][1].eps
-    caption = (
-        f"Share of the (sequence, head) pairs of a layer in which the importance of position 1 exceeds "
-        f"ε = {eps:g}. The mean over layers is {SINK_1}."
-    )
+    about = caption("comparison_layers", eps=f"{eps:g}")
     title = f"{SINK_1} of the layer (percent of heads, ε = {eps:g})"
     y = PlotAxis(title, "value", "percent", domain=(0, 100), precision=".2f")
     chart = lines(rows, layer_axis(rows, "Layer"), y, order=cells)
-    return Figure(f"comparison-layers-{number}", "Sink rate by layer", caption, [chart])
+    return Figure(f"comparison-layers-{number}", "Sink rate by layer", about, [chart])
 
 
-def _families(document: suites.FamiliesDocument, number: int) -> Figure:
-    found = document.measured
-    about = {name: {"model": name, "family": one.family, "parameters": one.parameters} for name, one in found.items()}
-    x = PlotAxis("Parameters", "parameters", scale="log", format="~s", precision=",d")
-    y = PlotAxis(f"{SINK_1} (percent of heads)", "value", f"{SINK_1}, percent", domain=(0, 100), precision=".2f")
-    rows = [{**about[name], "value": one.sink_1} for name, one in found.items()]
-    published = [{**about[name], "value": one.published} for name, one in found.items() if one.published is not None]
-    families, tips = list(dict.fromkeys(one.family for one in found.values())), [("model", "model", "")]
-    chart = scatter(rows, x, y, "family", families, join="family", published=published, tips=tips)
-    caption = (
-        "Sink rate of the first token by number of parameters; lines connect the models of a family. Diamonds are the "
-        "values of arXiv 2410.10781, shown only for the paper's setting (100 sequences of 64 tokens, ε = 0.3, the same "
-        "kind of input). The paper's text sample was not released."
-    )
-    return Figure(f"families-{number}", "Measured and published sink rates", caption, [chart])
-
-
-CHECKPOINT_CURVES = {
-    "sink_1": f"{SINK_1} (percent of heads)",
-    "sink_bias": "Sink rate of the bias (percent of heads)",
-    "uniform_ratio": "Importance of the first token (times uniform)",
-    "loss": "Loss (nats per token)",
-    "norm_ratio": "Norm ratio of the first token",
+CHECKPOINT_CURVES: Mapping[str, Callable[[Measurement], float | None]] = {
+    f"{SINK_1} (percent of heads)": lambda m: m.sink_rate[0],
+    "Sink rate of the bias (percent of heads)": lambda m: m.sink_rate_bias,
+    "Importance of the first token (times uniform)": lambda m: m.uniform_ratio[0],
+    "Loss (nats per token)": lambda m: m.loss,
+    "Norm ratio of the first token": lambda m: finite_or_none(max(m.hidden_norm_ratio or [], default=None)),
 }
-"""Quantities plotted over checkpoints: axis titles by field of `MeasuredCheckpoint`."""
+"""Numbers plotted over checkpoints, by axis title."""
 
 
-def _checkpoints(document: suites.CheckpointsDocument, eps: float, number: int) -> list[Figure]:
+def _checkpoints(measured: Measured, saved: Mapping[str, SavedCheckpoint], number: int) -> list[Figure]:
     """Draw a suite of checkpoints: curves over steps or tokens, and the sink rate by layer and checkpoint."""
-    found = sorted(document.measured.values(), key=lambda one: one.step)
-    steps = [one.step for one in found if one.step > 0]
+    found = sorted(((saved[run.cell], one) for run, one in measured), key=lambda pair: pair[0].step)
+    (first, m), (last, _) = found[0], found[-1]
+    steps = [one.step for one, _ in found if one.step > 0]
     far = bool(steps) and steps[-1] >= SYMLOG_RATIO * steps[0]
-    counted, title = ("tokens", "Training tokens") if found[0].unit == "tokens" else ("steps", "Training step")
-    ticks = [0, *(10**power for power in range(len(str(found[-1].step))))] if far else None
+    counted, title = ("tokens", "Training tokens") if first.unit == "tokens" else ("steps", "Training step")
+    ticks = [0, *(10**power for power in range(len(str(last.step))))] if far else None
     scale = "symlog" if far else "linear"
-    x = PlotAxis(title, "step", found[0].unit, scale=scale, zero=False, whole=True, precision=",d", ticks=ticks)
+    x = PlotAxis(title, "step", first.unit, scale=scale, zero=False, whole=True, precision=",d", ticks=ticks)
     drawn = []
-    for field, title in CHECKPOINT_CURVES.items():
-        values = [(one, getattr(one, field)) for one in found]
+    for title, read in CHECKPOINT_CURVES.items():
         rows = [
-            {"step": one.step, "checkpoint": one.checkpoint, "value": value}
-            for one, value in values
-            if value is not None
+            {"step": at.step, "checkpoint": at.checkpoint, "value": value}
+            for at, one in found
+            if (value := read(one)) is not None
         ]
         if rows:
-            y = PlotAxis(title, "value", "value", zero=field != "loss", precision=".3f")
+            y = PlotAxis(title, "value", "value", zero=not title.startswith("Loss"), precision=".3f")
             drawn.append(lines(rows, x, y, None, tips=[("checkpoint", "checkpoint", "")]))
-    caption = (
-        "All checkpoints are measured on the same sequences. The charts show, if measured, the share of (sequence, "
-        f"layer, head) triples in which the importance of the first token exceeds ε = {eps:g}, this importance "
-        "relative to uniform attention, the sink rate of a bias, the loss, and the norm of the first token's hidden "
-        "state relative to the mean of the others (maximum over blocks)."
-    )
-    curves = Figure(f"checkpoints-{number}", "Emergence of the sink", caption, drawn, small=True)
-    layers_LS = np.array([one.by_layer for one in found]).T
+    about = caption("checkpoints", eps=f"{m.eps:g}")
+    curves = Figure(f"checkpoints-{number}", "Emergence of the sink", about, drawn, small=True)
+    layers_LS = np.array([one.sink_rate_of_heads().mean(1) for _, one in found]).T
     layers = heatmaps(
         f"checkpoint-layers-{number}",
         "Sink by layer and checkpoint",
         f"Share of the (sequence, head) pairs of a layer in which the importance of the first token exceeds ε = "
-        f"{eps:g}. Checkpoints are ordered by {counted}, from {found[0].step:,} to {found[-1].step:,}.",
+        f"{m.eps:g}. Checkpoints are ordered by {counted}, from {first.step:,} to {last.step:,}.",
         [("first token", layers_LS)],
         scale_over("percent of heads", [layers_LS]),
         columns=HeatmapAxis("Checkpoint"),
@@ -319,8 +268,5 @@ def _answers(document: Assessment, of: str, number: int) -> Figure | None:
     changes = PlotAxis("", "change", order=list(dict.fromkeys(row["change"] for row in rows)))
     added = PlotAxis(LOSS_ADDED, "added", "loss added, nats per token", format="+~g", precision="+.4f")
     chart = scatter(rows, added, changes, "kind", kinds, reference=0.0, tips=[("question", "question", "")])
-    caption = (
-        "Loss that each change adds relative to the unchanged model (dashed line), or the difference described in its "
-        "label. The table lists the question that each change answers."
-    )
-    return Figure(f"answers-chart-{number}", f"Loss added by each change{of}", caption, [chart])
+    about = caption("answers")
+    return Figure(f"answers-chart-{number}", f"Loss added by each change{of}", about, [chart])

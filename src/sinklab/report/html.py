@@ -1,8 +1,9 @@
-"""Jinja2 templates with their filters, and a measurement as HTML for notebooks."""
+"""Jinja2 templates of the page, captions and README.md, with their filters, and a measurement as HTML for notebooks."""
 
 import re
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -11,7 +12,7 @@ from sinklab.experiments.documents import VERDICTS
 from sinklab.measuring.answer import answer
 from sinklab.measuring.measurement import Measurement
 from sinklab.report.result_tables import measurement_facts, measurement_tables, measurement_title
-from sinklab.tables import SINK_1
+from sinklab.tables import SINK_1, counted, escaped, markdown
 
 BREAKS = re.compile(r"(?<=[_/])(?=\w)")
 
@@ -28,6 +29,31 @@ def templates() -> jinja2.Environment:
     )
     environment.filters |= {"verdict_class": verdict_class, "html_text": html_text}
     return environment
+
+
+@cache
+def texts() -> jinja2.Environment:
+    """Return the Jinja2 environment of texts that are not HTML: captions and README.md; values are not escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("sinklab.report"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {"escaped": escaped, "markdown": markdown}
+    environment.globals["counted"] = counted
+    return environment
+
+
+@cache
+def _captions() -> Any:
+    return texts().overlay(trim_blocks=False).get_template("captions.j2").module
+
+
+def caption(name: str, **values: object) -> str:
+    """Return the caption with this name in `templates/captions.j2`."""
+    return " ".join(getattr(_captions(), name)(**values).split())
 
 
 def template_text(name: str) -> str:

@@ -1,25 +1,27 @@
 """The leaderboard of mitigations: cells of experiments whose ids begin with `mitigations`, with medians and ranges.
 
 The experiment `mitigations_retuned` (other learning rates) has no rows; it gives a column with each cell's lowest loss.
-To add a column, add an entry to `_scores`, or set `column` of a number of an assessment (`assessing/parts/`).
+Its columns are the metrics in `BOARD` (`measuring/registry.py`), speed and memory, and the numbers of an assessment
+with a `column` (`assessing/parts/`).
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 from sinklab.assessing.assessment import comparable
 from sinklab.assessing.parts import NUMBERS
-from sinklab.experiments.documents import CellSummary
+from sinklab.experiments.documents import CellRun, CellSummary, median_of_known
+from sinklab.measuring.registry import BOARD, METRICS
 from sinklab.plots import PlotAxis
 from sinklab.report.charts import Figure, scatter
+from sinklab.report.html import caption
 from sinklab.report.sweep_figures import error_bar
 from sinklab.report.sweeps import Sweep, later_sink_of
 from sinklab.tables import SINK_1, Table, TableCell, TableColumn, counted
 
 MITIGATIONS, RETUNED = "mitigations", "mitigations_retuned"
-LOSS, SINK = "Valid. loss", SINK_1
+LOSS = METRICS["valid_loss"].title
 SYMLOG_ABOVE = 1.0
 """Maximum absolute difference from the baseline's loss, nats per token, for a linear axis; else it is symlog."""
 
@@ -36,6 +38,21 @@ class SeedScore:
     median: float
     seeds: tuple[float, ...]
     note: str = ""
+
+    @classmethod
+    def of_runs(cls, values: Iterable[float | None]) -> "SeedScore | None":
+        """Return the score of a value per run; None if no run has one."""
+        known = tuple(value for value in values if value is not None)
+        middle = median_of_known(known)
+        return None if middle is None else cls(middle, known)
+
+    @classmethod
+    def of_metric(cls, cell: CellSummary, name: str, note: str = "") -> "SeedScore | None":
+        """Return the score of a metric in the summary of a cell; None without a finite median."""
+        estimate = cell.estimate(name)
+        if estimate is None or estimate.median is None:
+            return None
+        return cls(estimate.median, tuple(value for _, value in cell.by_seed(name)), note)
 
     def cell(self, form: str) -> TableCell:
         """Return the median as a table cell, annotated with `note` and, if there are several seeds, the range."""
@@ -97,7 +114,7 @@ class Leaderboard:
         Labels mark the baseline and the Pareto front of loss and Sink_1. Cells that lack one of the two quantities are
         left out. Returns None if the baseline or all other cells are left out.
         """
-        losses, sinks = self.column(LOSS), self.column(SINK)
+        losses, sinks = self.column(LOSS), self.column(SINK_1)
         scores = {cell: (loss, sinks[cell]) for cell, loss in losses.items() if cell in sinks}
         if self.baseline not in scores or len(scores) < 2:
             return None
@@ -129,12 +146,7 @@ class Leaderboard:
         y = PlotAxis(f"{SINK_1} (% of heads)", "y", SINK_1, precision=".1f")
         order, tips = ["mitigations", self.baseline], [("model", "cell", "")]
         chart = scatter(rows, x, y, "kind", order, label="named", tips=tips)
-        caption = (
-            "Points are medians over seeds, and lines extend from the minimum to the maximum. Labels mark the baseline "
-            "and the Pareto front: cells for which no other cell is better in loss or sink rate without being worse in "
-            "the other. Sinks at other positions are listed in the leaderboard."
-        )
-        return Figure(key, f"{SINK_1} versus loss at scale {self.scale}", caption, [chart])
+        return Figure(key, f"{SINK_1} versus loss at scale {self.scale}", caption("leaderboard"), [chart])
 
 
 def leaderboard(sweep: Sweep) -> Leaderboard | None:
@@ -152,75 +164,57 @@ def leaderboard(sweep: Sweep) -> Leaderboard | None:
     # Only the largest group of runs assessed with the same text, settings and dtype is scored.
     assessed = comparable({run.hash: one for run in runs if (one := sweep.assessment(run)) is not None})
     numbers = {run_hash: assessment.numbers() for run_hash, assessment in assessed.items()}
-    found = {name: _scores(sweep, name, cell, numbers) for name, cell in cells.items()}
-    scores = {name: [score for _, score in pairs] for name, pairs in found.items()}
+
+    def of_runs(read: Callable[[CellRun], float | None]) -> Callable[[str], SeedScore | None]:
+        return lambda name: SeedScore.of_runs(read(run) for run in cells[name].runs if run.status == "done")
+
+    columns: list[tuple[TableColumn, Callable[[str], SeedScore | None]]] = [
+        (
+            METRICS[metric].column,
+            lambda name, metric=metric: SeedScore.of_metric(cells[name], metric, later_sink_of(cells[name], metric)),
+        )
+        for metric in BOARD
+    ]
+    retuned = "the lowest loss over several learning rates, because a single learning rate favours some cells"
+    best = TableColumn("Retuned", "loss at the best learning rate", ",.3f", help=retuned)
+    columns.insert(1, (best, lambda name: _retuned(sweep, name)))
+    columns += [
+        (TableColumn("Speed", "tokens / s", ",.0f"), of_runs(lambda run: run.tokens_per_second)),
+        (TableColumn("Memory", "peak, MB", ",.0f"), of_runs(lambda run: run.peak_memory_mb)),
+        *(
+            (
+                TableColumn(*one.column, ",.3f", help=one.label),
+                of_runs(lambda run, one=one: numbers.get(run.hash, {}).get(one.name)),
+            )
+            for one in NUMBERS
+            if one.column and numbers
+        ),
+    ]
+    scores = {name: [score(name) for _, score in columns] for name in cells}
     by_loss = sorted(cells, key=lambda name: score.median if (score := scores[name][0]) else math.inf)
     first = summary.experiments[experiments[0]]
     return Leaderboard(
         first.scale,
         first.baseline or first.cells[0],
         bool(assessed),
-        [column for column, _ in next(iter(found.values()))],
+        [column for column, _ in columns],
         {name: scores[name] for name in by_loss},
         {name: cells[name].count("failed") for name in by_loss},
     )
 
 
-def _scores(
-    sweep: Sweep, name: str, cell: CellSummary, numbers: Mapping[str, Mapping[str, float]]
-) -> list[tuple[TableColumn, SeedScore | None]]:
-    """Return (column, score) pairs of a cell, in the order of the leaderboard's columns.
-
-    Args:
-        numbers: scalar results of the assessments by run hash and name; if empty, assessment columns are omitted.
-    """
-    retuned = "the lowest loss over several learning rates, because a single learning rate favours some cells"
-    done = [run for run in cell.runs if run.status == "done"]
-    assessed = [numbers.get(run.hash, {}) for run in done]
-    return [
-        (TableColumn(LOSS, "nats / token", ",.3f"), _of_quantity(cell, "valid_loss")),
-        (TableColumn("Retuned", "loss at the best learning rate", ",.3f", help=retuned), _retuned(sweep, name)),
-        (TableColumn(SINK, "% of heads", ",.1f"), _of_quantity(cell, "sink_1")),
-        (TableColumn("Sink on the bias", "% of heads", ",.1f"), _of_quantity(cell, "sink_bias")),
-        (TableColumn("Norm ratio", "maximum over blocks", ",.1f"), _of_quantity(cell, "norm_ratio")),
-        (TableColumn("Kurtosis", "maximum over blocks", ",.1f"), _of_quantity(cell, "kurtosis")),
-        (TableColumn("Speed", "tokens / s", ",.0f"), _of_runs(run.tokens_per_second for run in done)),
-        (TableColumn("Memory", "peak, MB", ",.0f"), _of_runs(run.peak_memory_mb for run in done)),
-        *(
-            (TableColumn(*one.column, ",.3f", help=one.label), _of_runs(found.get(one.name) for found in assessed))
-            for one in NUMBERS
-            if one.column and numbers
-        ),
-    ]
-
-
-def _of_quantity(cell: CellSummary, quantity: str) -> SeedScore | None:
-    estimate = cell.estimate(quantity)
-    if estimate is None or estimate.median is None:
-        return None
-    seeds = tuple(value for _, value in cell.by_seed(quantity))
-    return SeedScore(estimate.median, seeds, later_sink_of(cell, quantity))
-
-
-def _of_runs(values: Iterable[float | None]) -> SeedScore | None:
-    found = tuple(value for value in values if value is not None)
-    return SeedScore(median(found), found) if found else None
-
-
 def _retuned(sweep: Sweep, name: str) -> SeedScore | None:
     """Return the lowest median loss of a cell over the learning rates of `RETUNED`, with that rate as note."""
     cells = sweep.summary.cells_of(RETUNED) if RETUNED in sweep.summary.experiments else {}
-    found = [
-        (estimate.median, cell)
+    scores = [
+        (score, cell)
         for other, cell in cells.items()
-        if other.startswith(f"{name}_lr_") and (estimate := cell.estimate("valid_loss"))
-        if estimate.median is not None
+        if other.startswith(f"{name}_lr_") and (score := SeedScore.of_metric(cell, "valid_loss"))
     ]
-    if not found:
+    if not scores:
         return None
-    lowest, cell = min(found, key=lambda one: one[0])
+    lowest, cell = min(scores, key=lambda one: one[0].median)
     rate = cell.change.get("optim.lr")
     if not isinstance(rate, float):
         rate = next((one for run in cell.runs if (one := sweep.learning_rate(run))), None)
-    seeds = tuple(value for _, value in cell.by_seed("valid_loss"))
-    return SeedScore(lowest, seeds, f"at {rate:.1e}".replace("e-0", "e-") if rate else "")
+    return replace(lowest, note=f"at {rate:.1e}".replace("e-0", "e-") if rate else "")

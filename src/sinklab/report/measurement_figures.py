@@ -26,11 +26,11 @@ from sinklab.measuring.statistics.details import STATISTICS, Details
 from sinklab.measuring.statistics.plot_specs import BucketLines, Heatmap, PlotSpec
 from sinklab.measuring.statistics.secondary import ALIGNED, ENOUGH, FIRST_FEW, STANDS_OUT
 from sinklab.plots import PlotAxis
-from sinklab.report import charts, theme
-from sinklab.report.cells import averaged
+from sinklab.report import charts, html, theme
 from sinklab.report.charts import ChartRows, ColourScale, Drawing, Figure
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.result_tables import layers_table, mixing_table, secondary_table
+from sinklab.report.run_table import averaged, by_layer
 from sinklab.tables import SINK_1, Table, TableColumn, counted, names
 
 SHOWN_POSITIONS = 64
@@ -45,7 +45,6 @@ NOTEBOOK_WIDTH = 480
 DECIMALS = 4
 """Number of decimals to which importance is rounded in the data of explored heads."""
 VISIBLE = "visible queries"
-LAYER_FIELDS = ("cell", "where", "layer")
 AFTER_BLOCK = "After block (0 is the embedding)"
 MAP_CELLS = 64  # maximum number of rows of a map; larger maps are downsampled, because every entry is an SVG element
 FIRST = ("angles-cosine", "angles-norms", "angles-heads", "value-ratio")  # keys of the first figures
@@ -71,18 +70,11 @@ def _by_head(data: ReportData) -> Figure | None:
     lengths = sorted({measured.length for _, measured in data.measured})
     firsts = [(length, float(uniform_importance(length)[0])) for length in lengths]
     uniform = " and ".join(f"{first:.3f} at T = {length}" for length, first in firsts)
-    caption = (
-        "Attention of each head to the first token (or to an added sink: a bias, a sink logit, a sink token, registers "
-        "or the remainder of stick-breaking), averaged over sequences and queries. All maps share a colour scale from "
-        "0 to at least ε. Outlined heads exceed ε on average. "
-        + f"With uniform attention, the first token receives {uniform}. "
-        + _masks_note(data)
-        + "Hover over a square to see its value."
-    )
+    about = html.caption("importance_heads", uniform=uniform, visible=data.has_visible)
     highest = _importance_scale([matrix for _, _, matrix in maps], data)
     scale = replace(highest, references=tuple(first for _, first in firsts))
     drawn = [charts.heatmap(matrix, replace(scale, outlined=eps), name) for name, eps, matrix in maps]
-    return Figure("importance-heads", "Sink by head", caption, drawn, replace(scale, outlined=maps[0][1]), small=True)
+    return Figure("importance-heads", "Sink by head", about, drawn, replace(scale, outlined=maps[0][1]), small=True)
 
 
 def _by_layer(data: ReportData) -> Figure | None:
@@ -92,32 +84,20 @@ def _by_layer(data: ReportData) -> Figure | None:
         return None
     maps = [(label, array.mean(1)[:, :SHOWN_POSITIONS]) for label, array in [*found, *visible]]
     uniform = [uniform_importance(array.shape[2])[:SHOWN_POSITIONS] for _, array in found] + [None] * len(visible)
-    caption = (
-        f"Importance of each of the first {max(matrix.shape[1] for _, matrix in maps)} positions in every layer, "
-        "averaged over sequences and heads. A sink appears as a column that is brighter than the lowest row, which "
-        "shows uniform attention over all tokens up to the query. The importance of the last positions is a mean over "
-        "few queries, mostly of the same and neighbouring tokens, and can be high without a sink. " + _masks_note(data)
+    about = html.caption(
+        "importance_layers", positions=max(matrix.shape[1] for _, matrix in maps), visible=data.has_visible
     )
     scale = _importance_scale([matrix for _, matrix in maps], data)
     drawn = [
         charts.heatmap(matrix, scale, name, columns=charts.POSITIONS, lowest=lowest)
         for (name, matrix), lowest in zip(maps, uniform, strict=True)
     ]
-    return Figure("importance-layers", "Importance by layer and position", caption, drawn, scale, small=True)
+    return Figure("importance-layers", "Importance by layer and position", about, drawn, scale, small=True)
 
 
 def uniform_importance(length: int) -> np.ndarray:
     """Return the importance of every position under uniform causal attention (see metrics.py), shape (length,)."""
     return metrics.uniform_importance(torch.tensor([length]), length)[0].numpy()
-
-
-def _masks_note(data: ReportData) -> str:
-    if not data.arrays(lambda m: m.importance_visible):
-        return ""
-    return (
-        f"“{VISIBLE.capitalize()}” averages only over the queries that can see the key. Uniform attention gives higher "
-        "values there: in a window of w tokens, the first token receives (1 + 1/2 + .. + 1/w) / w. "
-    )
 
 
 def _importance_scale(maps: list[np.ndarray], data: ReportData) -> ColourScale:
@@ -141,13 +121,7 @@ def _by_position(data: ReportData) -> Figure | None:
     if not rows:
         return None
     shown = max(row["position"] for row in rows)
-    caption = (
-        f"Attention received by each of the first {shown} positions: for every key, the mean over the queries at its "
-        "position or later, then the mean over sequences, layers and heads. A sink appears at the left, above the "
-        "dashed line, which shows uniform attention over all tokens up to the query. The importance of the last "
-        "positions is a mean over few queries, mostly of the same and neighbouring tokens, and can be high without a "
-        "sink."
-    )
+    about = html.caption("importance_positions", positions=shown)
     uniform = [
         {"of": f"uniform attention, T = {length}", "position": k + 1, "value": float(value)}
         for length in sorted({measured.length for _, measured in data.measured})
@@ -160,20 +134,16 @@ def _by_position(data: ReportData) -> Figure | None:
     title = "Importance (mean attention received)"
     y = PlotAxis(title, "value", "importance", at_least=least, precision=".4f", scale=scale, format="~g")
     chart = charts.lines(rows, x, y, order=data.cells, curves=uniform, tips=[("runs", "runs", "d")])
-    return Figure("importance-positions", "Attention received by position", caption, [chart])
+    return Figure("importance-positions", "Attention received by position", about, [chart])
 
 
 def _row_sums(data: ReportData) -> Figure | None:
     maps = data.arrays(lambda m: m.row_sums)
     if not maps:
         return None
-    caption = (
-        "Sum of the raw attention scores of a query, averaged over queries and sequences, for operations whose scores "
-        "do not sum to one. For these operations, importance is computed from the proxy scores |sim| / Σ |sim|, which "
-        "do not depend on this sum. With softmax, the sum is 1."
-    )
+    about = html.caption("row_sums")
     scale = charts.scale_over("row sum", [matrix for _, matrix in maps])
-    return charts.heatmaps("row-sums", "Sum of raw scores", caption, maps, scale)
+    return charts.heatmaps("row-sums", "Sum of raw scores", about, maps, scale)
 
 
 def _norms(data: ReportData) -> Figure | None:
@@ -185,42 +155,22 @@ def _norms(data: ReportData) -> Figure | None:
             drawn.append(_layer_lines(rows, data.cells, AFTER_BLOCK if name == "hidden" else "Layer", "Norm", title))
     if not drawn:
         return None
-    caption = (
-        "l2 norm of hidden states, keys and values at the first position (solid) and as a mean over the others "
-        "(dashed), averaged over sequences, heads and seeds. A sink usually has a large hidden state, a small key and "
-        "a small value: it receives attention and contributes little to the output."
-    )
-    if any(measured.gradient_norm is not None for _, measured in data.measured):
-        caption += (
-            " Gradients are those of the mean loss with respect to the inputs of attention, summed over the sequences."
-        )
-    return Figure("norms-first", "Hidden states, keys and values of the first token", caption, drawn, small=True)
+    about = html.caption("norms_first", gradients=any(m.gradient_norm is not None for _, m in data.measured))
+    return Figure("norms-first", "Hidden states, keys and values of the first token", about, drawn, small=True)
 
 
 def _mixing(data: ReportData) -> Figure | None:
-    rows = averaged(
-        LAYER_FIELDS,
-        (
-            (run.cell, where, block, change)
-            for run, measured in data.measured
-            if (mixing := measured.mixing)
-            for where, spread in (("unchanged model", mixing.spread), ("first key hidden", mixing.spread_without_first))
-            for block, change in enumerate(spread)
-            if block > 0 and math.isfinite(change)
-        ),
-    )
+    found = [(run.cell, mixing) for run, measured in data.measured if (mixing := measured.mixing)]
+    series = [(cell, "unchanged model", one.spread[1:]) for cell, one in found]
+    series += [(cell, "first key hidden", one.spread_without_first[1:]) for cell, one in found]
+    rows = by_layer(series, 1)
     if not rows:
         return None
-    positions = sorted({mixing.position for _, measured in data.measured if (mixing := measured.mixing)})
-    caption = (
-        f"The token at position {' or '.join(map(str, positions))} was replaced by another token. The chart shows the "
-        "norm of the resulting change in the hidden states of later tokens relative to their norm, averaged over "
-        "positions and sequences, for the unchanged model (solid) and with the first key hidden from all later queries "
-        "(dashed). A higher dashed line means that attention to the first token limits the spread of the change."
-    )
+    positions = " or ".join(map(str, sorted({one.position for _, one in found})))
+    about = html.caption("mixing", positions=positions)
     chart = _layer_lines(rows, data.cells, "After block", "Relative change")
     table = mixing_table([(data.label(run), one) for run, one in data.measured])
-    return Figure("mixing", "Spread of a change of one token", caption, [chart], table=table)
+    return Figure("mixing", "Spread of a change of one token", about, [chart], table=table)
 
 
 def details_figures(data: ReportData) -> list[Figure]:
@@ -240,11 +190,9 @@ def details_figures(data: ReportData) -> list[Figure]:
         spec = plot_specs.HeadMap(
             "secondary",
             "Sinks other than the first token",
-            f"Percentage of sequences in which the importance of a position after the first {FIRST_FEW}, up to T / 2, "
-            f"exceeds ε = {data.eps} in the head. The table lists the strongest sinks from position 2 to the last "
-            f"position that half of the queries, or {ENOUGH} queries, can see. It also lists tokens whose hidden state "
-            f"has a cosine above {ALIGNED:g} with that of the first token, if the norm of the first token is at least "
-            f"{STANDS_OUT:g} times that of the others.",
+            html.caption(
+                "secondary", few=FIRST_FEW, eps=data.eps, enough=ENOUGH, aligned=ALIGNED, stands_out=f"{STANDS_OUT:g}"
+            ),
             "percent of sequences",
         )
         drawn["secondary"] = replace(_heatmaps(data, "secondary", spec), table=table)
@@ -268,25 +216,24 @@ def _figure(data: ReportData, parts: list[tuple[str, PlotSpec]]) -> Figure | Non
             chart = _layer_lines(rows, data.cells, "Layer" if of_layers else AFTER_BLOCK, spec.what)
             return Figure(spec.key, spec.title, spec.caption, [chart]) if rows else None
         case plot_specs.SequenceLines():
-            rates = [(run.cell, one.sink_rate_of_heads().mean(1)) for run, one, _, _ in found]
-            ratios = [(run.cell, one.hidden_norm_ratio or ()) for run, one, *_ in found]
             panels = [
-                (spec.what, AFTER_BLOCK, [(run.cell, array_M) for run, _, _, array_M in found]),
-                ("Norm ratio of the first token", AFTER_BLOCK, ratios),
-                (f"{SINK_1} of the layer (percent of heads)", "Layer", rates),
+                (spec.what, AFTER_BLOCK, [(run.cell, "mean", array_M) for run, _, _, array_M in found]),
+                (
+                    "Norm ratio of the first token",
+                    AFTER_BLOCK,
+                    [(run.cell, "mean", one.hidden_norm_ratio or ()) for run, one, *_ in found],
+                ),
+                (
+                    f"{SINK_1} of the layer (percent of heads)",
+                    "Layer",
+                    [(run.cell, "mean", one.sink_rate_of_heads().mean(1)) for run, one, *_ in found],
+                ),
             ]
-            drawn = []
-            for title, at, arrays in panels:
-                rows = averaged(
-                    LAYER_FIELDS,
-                    (
-                        (cell, "mean", layer, float(value))
-                        for cell, array_L in arrays
-                        for layer, value in enumerate(array_L, int(at == "Layer"))
-                        if math.isfinite(value)
-                    ),
-                )
-                drawn += [_layer_lines(rows, data.cells, at, title, title)] if rows else []
+            drawn = [
+                _layer_lines(rows, data.cells, at, title, title)
+                for title, at, arrays in panels
+                if (rows := by_layer(arrays, int(at == "Layer")))
+            ]
             return Figure(spec.key, spec.title, spec.caption, drawn, small=True)
         case _:
             return _buckets(data, [(one, part) for one, part in parts if isinstance(part, BucketLines)])
@@ -367,15 +314,10 @@ def _first_and_rest(arrays: Iterable[tuple[str, np.ndarray]], first_layer: int =
         arrays: pairs of cell and array (layers, positions), one per run; arrays with a single position are omitted.
         first_layer: number of the layer or block of the first row.
     """
-    return averaged(
-        LAYER_FIELDS,
-        (
-            (cell, where, layer, float(value))
-            for cell, array_LT in arrays
-            if array_LT.shape[1] > 1
-            for where, values in (("first token", array_LT[:, 0]), ("the others", array_LT[:, 1:].mean(1)))
-            for layer, value in enumerate(values, first_layer)
-        ),
+    known = [(cell, array_LT) for cell, array_LT in arrays if array_LT.shape[1] > 1]
+    series = [(cell, "first token", array_LT[:, 0]) for cell, array_LT in known]
+    return by_layer(
+        [*series, *((cell, "the others", array_LT[:, 1:].mean(1)) for cell, array_LT in known)], first_layer
     )
 
 
@@ -435,17 +377,22 @@ def explorers(data: ReportData) -> list[Explorer]:
         Explorer(
             f"explore-{number}",
             "Explore the heads" + (f": {label}" if len(found) > 1 else ""),
-            f"Attention of {counted(len(explored.heads), 'head')} on the first {len(explored.tokens)} tokens of the "
-            f"first sequence, quantised to 8 bits. Importance and sink rates are averages over all {one.sequences} "
-            "sequences of the measurement.",
-            _content(one, explored, _roles(data, one)),
+            html.caption(
+                "explored",
+                heads=counted(len(explored.heads), "head"),
+                tokens=len(explored.tokens),
+                sequences=one.sequences,
+            ),
+            _content(data, one, explored),
         )
         for number, (label, one, explored) in enumerate(found)
     ]
 
 
-def _content(one: Measurement, explored: Explored, roles: Mapping[tuple[int, int], str]) -> dict[str, Any]:
+def _content(data: ReportData, one: Measurement, explored: Explored) -> dict[str, Any]:
     rates_LH, importance_LHT = one.sink_rate_of_heads(), one.importance.astype(float).round(DECIMALS)
+    same = [found for found in data.assessed if found.model == one.model and Heads.name in found.results]
+    roles = {(head.layer, head.head): head.kind for found in same for head in found.result(Heads).heads}
     return {
         "eps": one.eps,
         "layers": one.layers,
@@ -464,9 +411,3 @@ def _content(one: Measurement, explored: Explored, roles: Mapping[tuple[int, int
         ],
         "maps": base64.b64encode(zlib.compress(explored.attention.tobytes(), 9)).decode(),
     }
-
-
-def _roles(data: ReportData, one: Measurement) -> dict[tuple[int, int], str]:
-    """Return the kind of each head by (layer, head), 1-based, from assessments of the same model; empty if none."""
-    same = [found for found in data.assessed if found.model == one.model and Heads.name in found.results]
-    return {(head.layer, head.head): head.kind for found in same for head in found.result(Heads).heads}

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sinklab.errors import InputError, SinklabError
-from sinklab.experiments.documents import SUMMARY, CellRun, Summary, read_record, verdict_counts
+from sinklab.experiments.documents import SUMMARY, CellRun, JudgedClaim, Summary, read_record, verdict_counts
 from sinklab.experiments.sweep.packed import (
     CHECKSUMS,
     METRICS,
@@ -31,11 +31,12 @@ from sinklab.files import read_mapping, write_text
 from sinklab.outputs import RECIPE, REPORT, check_results
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData
+from sinklab.report.html import texts
 from sinklab.report.page import CHARTS, export_charts, render
 from sinklab.report.sections import glance
 from sinklab.report.sweeps import Sweep, origins, remarks_on_counts, with_runs
 from sinklab.schema import leaves
-from sinklab.tables import Table, counted, escaped, markdown, names
+from sinklab.tables import Table, counted, names
 from sinklab.train.directory.environment import read_environment
 from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 
@@ -230,47 +231,33 @@ def readme(summary: Summary, provenance: Sequence[tuple[str, str]], folder: str)
         folder: name of the folder of the packed sweep.
     """
     adapted = [one.adapted for one in summary.experiments.values()]
-    scale = [said for said in (adapted or [[]])[0] if all(said in one for one in adapted)]
-    done, failed = (sum(run.status == status for run in summary.runs) for status in ("done", "failed"))
     title = f"Results at scale {summary.scale}" if summary.scale else "Results"
-    title += f" ({folder})" if folder != summary.scale else ""
-    lines = [
-        f"# {escaped(title)}",
-        "",
-        f"This folder contains {counted(len(summary.experiments), 'experiment')} with "
-        f"{counted(len(summary.cells), 'cell')}: {counted(done, 'finished run')}, {failed} failed and "
-        f"{len(summary.runs) - done - failed} unfinished. `report.html` shows the results of every seed. "
-        "The recipe and metrics of a run are in the folder of the first experiment that uses it. Verdicts follow the "
-        "rule in `docs/verdicts.md`.",
-        "",
-        *([escaped(" ".join(scale)), ""] if scale else []),
-        *([escaped("; ".join(f"{title}: {text}" for title, text in provenance)) + ".", ""] if provenance else []),
+    text = (
+        texts()
+        .get_template("readme.md.j2")
+        .render(
+            title=title + (f" ({folder})" if folder != summary.scale else ""),
+            summary=summary,
+            done=sum(run.status == "done" for run in summary.runs),
+            failed=sum(run.status == "failed" for run in summary.runs),
+            scale=[said for said in (adapted or [[]])[0] if all(said in one for one in adapted)],
+            provenance=provenance,
+            counts=verdict_counts(summary.claims),
+            remarks=remarks_on_counts(summary.claims),
+            glance=_glance(summary),
+            claims_table=_claims,
+        )
+    )
+    return text.removesuffix("\n")
+
+
+def _claims(claims: Sequence[JudgedClaim]) -> Table:
+    rows = [
+        (claim.said, f"{claim.verdict_said} at {claim.scale}\n{claim.analysis}", claim.full_evidence)
+        for claim in claims
+        if claim.verdict != "not asked"
     ]
-    for kind, found in verdict_counts(summary.claims).items():
-        verdicts = ", ".join(f"{number} {escaped(verdict)}" for verdict, number in found.items())
-        lines.append(f"{f'{escaped(kind)} claims'.strip().capitalize()}: {verdicts}.")
-    lines += [escaped(remarks), ""] if (remarks := remarks_on_counts(summary.claims)) else [""]
-    if table := _glance(summary):
-        lines += [f"## {table.title}", "", markdown(table), ""]
-    lines += ["## All claims", ""]
-    for name, experiment in summary.experiments.items():
-        own = [claim for claim in summary.claims if claim.experiment == name and claim.verdict != "not run"]
-        if not own:
-            continue
-        lines += [f"### {escaped(f'{name}: {experiment.title}')}", ""]
-        rows = [
-            (claim.said, f"{claim.verdict_said} at {claim.scale}\n{claim.analysis}", claim.full_evidence)
-            for claim in own
-            if claim.verdict != "not asked"
-        ]
-        if rows:
-            lines += [markdown(Table("", names("claim", "verdict", "evidence"), rows)), ""]
-        for why in dict.fromkeys(claim.evidence for claim in own if claim.verdict == "not asked"):
-            said = [claim.said for claim in own if (claim.verdict, claim.evidence) == ("not asked", why)]
-            lines += [f"Not asked. {escaped(why)}", "", *(f"- {escaped(one)}" for one in said), ""]
-    if unrun := [claim for claim in summary.claims if claim.verdict == "not run"]:
-        lines += ["## Not run", "", *(f"- {escaped(f'{one.experiment}: {one.said}')}" for one in unrun), ""]
-    return "\n".join(lines)
+    return Table("", names("claim", "verdict", "evidence"), rows)
 
 
 def _glance(summary: Summary) -> Table | None:

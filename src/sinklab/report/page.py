@@ -28,7 +28,7 @@ from markupsafe import Markup
 import sinklab
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.definition import SCALES
-from sinklab.experiments.documents import JudgedClaim, verdict_counts
+from sinklab.experiments.documents import verdict_counts
 from sinklab.experiments.paper import statements
 from sinklab.experiments.sweep.packed import CHECKSUMS
 from sinklab.experiments.verdicts import RULE
@@ -45,7 +45,7 @@ from sinklab.report.html import template_text, templates
 from sinklab.report.leaderboard import leaderboard
 from sinklab.report.measurement_figures import explorers
 from sinklab.report.result_tables import answers_table, assessment_table, suite_tables
-from sinklab.report.sections import ExperimentGroup, experiment_groups, experiment_sections, glance
+from sinklab.report.sections import experiment_groups, experiment_sections, glance
 from sinklab.report.sweep_figures import forests
 from sinklab.report.sweeps import Sweep, origins, remarks_on_counts, subjects_of_claims
 from sinklab.tables import Table
@@ -108,77 +108,55 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
     """
     drawn, experiments, lines = figures(data), experiment_sections(data.sweeps, page), glance(data.sweeps)
     compared, boards = forests(data.sweeps, page), _boards(data.sweeps)
-    charted = [
-        *compared,
-        *(figure for _, figure in boards if figure),
-        *(one for shown in experiments for one in shown.figures),
-        *drawn,
-    ]
-    answers = {
-        f"answers-{number}": answers_table(one, f"answers-{number}", data.of_model(one))
-        for number, one in enumerate(data.assessed)
-    }
-    every_change = [
-        assessment_table(one, f"All changes{data.of_model(one)}", f"assessment-{number}")
-        for number, one in enumerate(data.assessed)
-    ]
+    in_sections = [one for shown in experiments for one in shown.figures]
+    charted = [*compared, *(figure for _, figure in boards if figure), *in_sections, *drawn]
+    answers, every_change = {}, []
+    for number, one in enumerate(data.assessed):
+        key, of = f"answers-{number}", data.of_model(one)
+        answers[key] = answers_table(one, key, of)
+        every_change.append(assessment_table(one, f"All changes{of}", f"assessment-{number}"))
     tables = [*([cells_table(data)] if data.cells else []), *suite_tables(data), *answers.values()]
     leading = drawn[:1] if not data.sweeps else []
     groups, explored = experiment_groups(experiments), explorers(data)
-    contents = [
-        *([("glance", "The paper at a glance")] if lines else []),
-        *_anchors(compared),
-        *_anchors([table for table, _ in boards]),
-        *_anchors(groups),
-        *_anchors(leading),
-        *((one.key, one.title) for one in explored),
-        *_anchors([*tables, *drawn[len(leading) :], *every_change]),
-    ]
-    specs = {
-        f"{figure.key}-{index}": _page_spec(figure, chart)
-        for figure in charted
-        for index, chart in enumerate(figure.charts)
-    }
-    scripts = [
-        vega_bundle(),
-        *(template_text(f"{name}.js") for name in ("report", "board", *["explore"] * bool(explored))),
-    ]
-    return (
-        templates()
-        .get_template("report.html.j2")
-        .render(
-            title=_title(data),
-            mark=Markup(REPORT_MARK),
-            headline=lead(data),
-            contents=contents,
-            verdicts=_verdict_counts(data),
-            lines=lines,
-            unstated=[f"{n} {one.says}" for n, one in enumerate(statements(), 1) if n not in {x.number for x in lines}],
-            forests=compared,
-            origins=origins(data.sweeps),
-            rule=RULE,
-            boards=boards,
-            experiments=experiments,
-            groups=groups,
-            ours=charts.OURS,
-            paper=charts.PAPER,
-            notes=data.notes,
-            tables=tables,
-            grouped=answers,
-            folded=every_change,
-            leading=leading,
-            explorers=explored,
-            explored=Markup(json_for_script([one.data for one in explored])),
-            swatches=theme.colours(data.cells),
-            figures=drawn[len(leading) :],
-            charts=Markup(json_for_script({"config": theme.config(), "specs": specs})),
-            scripts=[Markup(script) for script in scripts],
-            style=Markup("".join(template_text(f"{name}.css") for name in ("report", "experiments", "explore"))),
-            policy=content_policy(scripts),
-            runs=[_provenance(data, run, page) for run in data.runs],
-            written=written.strftime(" %Y-%m-%d %H:%M UTC") if written else "",
-            version=sinklab.__version__,
-        )
+    ranked = [table for table, _ in boards]
+    parts = [*compared, *ranked, *groups, *leading, *explored, *tables, *drawn[len(leading) :], *every_change]
+    contents = [("glance", "The paper at a glance")] * bool(lines) + [(part.key, part.title) for part in parts]
+    specs = {f"{one.key}-{at}": _page_spec(one, chart) for one in charted for at, chart in enumerate(one.charts)}
+    own = [template_text(f"{name}.js") for name in ("report", "board", *["explore"] * bool(explored))]
+    scripts = [vega_bundle(), *own]
+    template = templates().get_template("report.html.j2")
+    return template.render(
+        title=_title(data),
+        mark=Markup(REPORT_MARK),
+        headline=lead(data),
+        contents=contents,
+        verdicts=_verdict_counts(data),
+        lines=lines,
+        unstated=[f"{n} {one.says}" for n, one in enumerate(statements(), 1) if n not in {x.number for x in lines}],
+        forests=compared,
+        origins=origins(data.sweeps),
+        rule=RULE,
+        boards=boards,
+        experiments=experiments,
+        groups=groups,
+        ours=charts.OURS,
+        paper=charts.PAPER,
+        notes=data.notes,
+        tables=tables,
+        grouped=answers,
+        folded=every_change,
+        leading=leading,
+        explorers=explored,
+        explored=Markup(json_for_script([one.data for one in explored])),
+        swatches=theme.colours(data.cells),
+        figures=drawn[len(leading) :],
+        charts=Markup(json_for_script({"config": theme.config(), "specs": specs})),
+        scripts=[Markup(script) for script in scripts],
+        style=Markup("".join(template_text(f"{name}.css") for name in ("report", "experiments", "explore"))),
+        policy=content_policy(scripts),
+        runs=[_provenance(data, run, page) for run in data.runs],
+        written=written.strftime(" %Y-%m-%d %H:%M UTC") if written else "",
+        version=sinklab.__version__,
     )
 
 
@@ -195,10 +173,6 @@ def lead(data: ReportData) -> list[str]:
     alone = len(data.measured) == len(data.runs) == 1 and not data.runs[0].trained
     measured = answer(data.measured[0][1]) if alone else []
     return [*measured, *said, *(headline(data)[:1] if alone else headline(data))]
-
-
-def _anchors(parts: Sequence[Figure | Table | ExperimentGroup]) -> list[tuple[str, str]]:
-    return [(part.key, part.title) for part in parts]
 
 
 def _boards(sweeps: Sequence[Sweep]) -> list[tuple[Table, Figure | None]]:
@@ -242,14 +216,12 @@ def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str]) -> li
         raise InputError(f"unknown chart format {', '.join(unknown)}: choose from {', '.join(WRITERS)}.")
     compared = [*forests(data.sweeps, out_dir), *(figure for _, figure in _boards(data.sweeps) if figure)]
     experiments = [figure for one in experiment_sections(data.sweeps, out_dir) for figure in one.figures]
-    drawn = [
-        *((figure, charts.WIDE_CHART) for figure in compared),
-        *((figure, EXPERIMENT_WIDTH) for figure in experiments),
-        *((figure, charts.SMALL if figure.small else charts.WIDE_CHART) for figure in figures(data)),
-    ]
+    own = figures(data)
+    widths = [charts.SMALL if figure.small else charts.WIDE_CHART for figure in own]
+    widths = [charts.WIDE_CHART] * len(compared) + [EXPERIMENT_WIDTH] * len(experiments) + widths
     wanted = [
         (out_dir / f"{figure.key if len(figure.charts) == 1 else f'{figure.key}-{number}'}.{kind}", chart, width)
-        for figure, width in drawn
+        for figure, width in zip([*compared, *experiments, *own], widths, strict=True)
         for number, chart in enumerate(figure.charts, start=1)
         for kind in formats
     ]
@@ -329,22 +301,20 @@ def _verdict_counts(data: ReportData) -> list[tuple[str, dict[str, dict[str, int
 
     Scales whose claims are all references are omitted.
     """
-    by_scale: dict[str, list[JudgedClaim]] = {}
-    for sweep in data.sweeps:
-        for claim in sweep.summary.claims:
-            by_scale.setdefault(claim.scale, []).append(claim)
-    counts = [
-        (scale, verdict_counts(of), " ".join(filter(None, (subjects_of_claims(of), remarks_on_counts(of)))))
-        for scale, of in by_scale.items()
-    ]
-    return [(scale, found, remarks) for scale, found, remarks in counts if found]
+    claims = [claim for sweep in data.sweeps for claim in sweep.summary.claims]
+    counted = []
+    for scale in dict.fromkeys(claim.scale for claim in claims):
+        of = [claim for claim in claims if claim.scale == scale]
+        if found := verdict_counts(of):
+            counted.append((scale, found, " ".join(filter(None, (subjects_of_claims(of), remarks_on_counts(of))))))
+    return counted
 
 
-def _provenance(data: ReportData, run: ReportedRun, page: Path) -> dict[str, object]:
+def _provenance(data: ReportData, run: ReportedRun, page: Path) -> Mapping[str, object]:
     """Return name, directory, settings, env.json and recipe of a run for the page's template."""
     one, env = run.measurement, run.env
     asked = ("model", "revision", "commit", "inputs", "sequences", "length", "bos") if one else ()
-    settings: dict[str, object] = {key: getattr(one, key) for key in asked} | {
+    settings = {key: getattr(one, key) for key in asked} | {
         "seed": run.seed,
         "steps": f"{run.steps_done or 0} of {run.planned_steps}" if run.trained else None,
         "run hash": env.get("hash"),
@@ -354,20 +324,16 @@ def _provenance(data: ReportData, run: ReportedRun, page: Path) -> dict[str, obj
     }
     # Paths below the page's folder are relative, so that the folder can be moved.
     path = run.path.relative_to(page) if run.path != page and run.path.is_relative_to(page) else run.path
-    return {
+    plain = ({key: _plain(value) for key, value in of.items() if value is not None} for of in (settings, env))
+    recipe = yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True) if run.recipe else ""
+    return dict(zip(("settings", "environment"), plain, strict=True)) | {
         "name": data.label(run),
         "path": str(path),
-        "settings": _plain_values(settings),
-        "environment": _plain_values(run.env),
-        "recipe": yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True) if run.recipe else "",
+        "recipe": recipe,
     }
 
 
-def _plain_values(values: Mapping[str, object]) -> dict[str, str]:
-    return {key: _plain(value) for key, value in values.items() if value is not None}
-
-
 def _plain(value: object) -> str:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

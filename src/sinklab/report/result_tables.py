@@ -5,13 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from sinklab.assessing.assessment import Assessment
-from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import FIRST_FEW, SecondarySink, first_of_each
 from sinklab.models.layer_kinds import ranges_text
 from sinklab.report.data import ReportData, rates_by_eps
-from sinklab.survey.suites import ComparedQuantity, ComparisonDocument
+from sinklab.survey.suites import ComparedQuantity
 from sinklab.tables import NOTHING, SINK_1, Table, TableCell, TableColumn, Value, names, numbers, plural
 
 POSITIONS = 6  # number of first positions with a row of their own in the table of a measurement
@@ -23,9 +22,9 @@ Labelled = Sequence[tuple[str, Measurement]]
 def suite_tables(data: ReportData) -> list[Table]:
     """Make the report's tables of model comparisons, ablations, and propositions on repeated tokens."""
     compared = [
-        replace(comparison_table(suite.document.rows, list(suite.document.measured)), key=f"comparison-{number}")
+        replace(comparison_table(suite.document.rows, list(suite.document.models)), key=f"comparison-{number}")
         for number, suite in enumerate(data.suites)
-        if isinstance(suite.document, ComparisonDocument)
+        if suite.document.models
     ]
     measured = [(data.label(run), one) for run, one in data.measured]
     return [*compared, *filter(None, (ablations_table(measured), propositions_table(measured)))]
@@ -55,8 +54,6 @@ def comparison_table(rows: Iterable[ComparedQuantity], models: Sequence[str]) ->
 def ablations_table(measured: Labelled) -> Table | None:
     """Make a table with a row per measured ablation; None if there are none."""
     found = [(label, one) for label, m in measured for one in m.ablations or ()]
-    if not found:
-        return None
     columns = {
         "name": TableColumn("Ablated part", text=True),
         "loss_before": TableColumn("Loss", "nats / token", ".4f"),
@@ -75,52 +72,50 @@ def ablations_table(measured: Labelled) -> Table | None:
         ),
     ]
     rows = [[label, *(getattr(one, field) for field in columns)] for label, one in found]
-    table = Table("Ablations: loss and sink rate", [*names("Model"), *columns.values()], rows, notes, "ablations")
-    return _without_model(table)
+    return _by_model("Ablations: loss and sink rate", list(columns.values()), rows, notes, "ablations")
 
 
 def propositions_table(measured: Labelled) -> Table | None:
     """Make a table with a row per measurement of repeated tokens; None if there are none."""
     found = [(label, one) for label, m in measured if (one := m.propositions)]
-    if not found:
-        return None
     columns = [
-        *names("Model"),
         TableColumn("Positions", "embedding", text=True),
         TableColumn("Hidden states", "relative difference", ".1e"),
         TableColumn("Attention", "deviation from the closed form or 1/t", ".1e"),
         TableColumn("Bound", "minimum slack", ".1e"),
         TableColumn("Proposition", "within rounding", text=True),
     ]
-    rows = [
-        (label, one.position, one.hidden_deviation, one.attention_deviation, one.bound_slack, _verdict(one))
-        for label, one in found
-    ]
+    rows = []
+    for label, one in found:
+        says = (
+            ("holds", "does not hold")
+            if one.number
+            else ("none; hidden states are equal", "none; hidden states differ")
+        )
+        verdict = f"inconclusive in {one.dtype}" if one.holds is None else says[not one.holds]
+        numbers = (one.hidden_deviation, one.attention_deviation, one.bound_slack)
+        rows.append([label, one.position, *numbers, verdict])
     notes = [
         f"{_prefix(label)}{f'proposition {one.number}' if one.number else 'no proposition'} of the paper: "
         f"{one.statement}."
         for label, one in found
     ]
-    return _without_model(Table("Repeated tokens: the paper's propositions", columns, rows, notes, "propositions"))
+    return _by_model("Repeated tokens: the paper's propositions", columns, rows, notes, "propositions")
 
 
-def _verdict(one: Propositions) -> str:
-    if one.holds is None:
-        return f"inconclusive in {one.dtype}"
-    if one.number is None:
-        return "none; hidden states are equal" if one.holds else "none; hidden states differ"
-    return "holds" if one.holds else "does not hold"
+def _by_model(
+    title: str, columns: list[TableColumn], rows: list[list[Value]], notes: Sequence[str], key: str
+) -> Table | None:
+    """Return a table whose first column is the model, unless that column is empty; None without rows."""
+    if not rows:
+        return None
+    named = any(row[0] for row in rows)
+    columns = [*names("Model"), *columns] if named else columns
+    return Table(title, columns, rows if named else [row[1:] for row in rows], notes, key)
 
 
 def _prefix(label: str) -> str:
     return f"{label}, " if label else ""
-
-
-def _without_model(table: Table) -> Table:
-    """Return the table without its first column (the model) if that column is empty."""
-    if any(row[0] for row in table.rows):
-        return table
-    return replace(table, columns=table.columns[1:], rows=[row[1:] for row in table.rows])
 
 
 def measurement_tables(m: Measurement) -> list[Table]:

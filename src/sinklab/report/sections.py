@@ -1,13 +1,14 @@
 """The page's sections on sweeps: the paper at a glance, and a section per experiment."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sinklab.experiments.documents import (
     ANALYSES,
-    Analysis,
+    CellRun,
     CellSummary,
     ExperimentSummary,
     JudgedClaim,
@@ -19,7 +20,7 @@ from sinklab.experiments.verdicts.wording import number, unit
 from sinklab.report.charts import Figure
 from sinklab.report.sweep_figures import experiment_figures, experiment_keys, link_to
 from sinklab.report.sweeps import Sweep, experiment_table, grid_tables, paper_models, quantity_of, value_text
-from sinklab.tables import Table, TableCell, TableColumn, counted, names
+from sinklab.tables import Table, TableCell, TableColumn, Value, counted, table_of
 
 NOT_RUN = "not-run"
 """Key of the group of experiments that were not run."""
@@ -80,21 +81,6 @@ def _numbers_by_seed(summary: Summary, claim: JudgedClaim) -> list[tuple[str, st
 
 
 @dataclass(frozen=True)
-class CellSection:
-    """A cell of an experiment with a table of its runs (seeds, draws or models).
-
-    Attributes:
-        change: changes to the base recipe, or settings of the measurement (KEY=VALUE).
-        badges: (text, CSS class) pairs with the numbers of failed, edited and unfinished runs, such as `2 failed`.
-    """
-
-    name: str
-    change: Sequence[str]
-    badges: Sequence[tuple[str, str]]
-    runs: Table
-
-
-@dataclass(frozen=True)
 class ExperimentSection:
     """The section of an experiment.
 
@@ -102,12 +88,14 @@ class ExperimentSection:
         key: anchor of the section, without `experiment-`.
         about: entry of the experiment in summary.json.
         verdicts: number of claims by kind of analysis and verdict (`verdict_counts`).
-        group: key of its `ExperimentGroup`: `confirmatory` if it has confirmatory claims, else `exploratory`; `not-run`
-            if all claims have the verdict `not run` or, without claims, if no run has finished or failed. Claims with
+        group: key of its group: `confirmatory` if it has confirmatory claims, else `exploratory`; `not-run` if all
+            claims have the verdict `not run` or, without claims, if no run has finished or failed. Claims with
             `same_as` count only if there are no others.
         table: results by cell.
         matrices: a table per quantity if the experiment is a grid; else empty.
         elsewhere: table of the paper's values by model (`paper_models`); None if there are none.
+        cells: for each cell its name, changes (KEY=VALUE), badges (text and CSS class, such as `2 failed`) and the
+            table of its runs (seeds, draws or models).
     """
 
     key: str
@@ -120,7 +108,73 @@ class ExperimentSection:
     matrices: Sequence[Table]
     elsewhere: Table | None
     claims: Sequence[JudgedClaim]
-    cells: Sequence[CellSection]
+    cells: Sequence[Mapping[str, Any]]
+
+
+def experiment_sections(sweeps: Sequence[Sweep], page: Path) -> list[ExperimentSection]:
+    """Make a section per experiment, in the order of the summaries.
+
+    Args:
+        page: folder of the page; links to runs are relative to it.
+
+    Raises:
+        InputError: if metrics.jsonl of a run cannot be read or has an invalid line.
+    """
+    sections = []
+    for sweep, name, key in experiment_keys(sweeps):
+        experiment, claims = sweep.summary.experiments[name], sweep.summary.claims_of(name)
+        cells = sweep.summary.cells_of(name)
+        own = [claim for claim in claims if not claim.same_as] or claims
+        run = any(claim.verdict != "not run" for claim in own)
+        if not claims:
+            run = any(cell.seeds or cell.count("failed") for cell in cells.values())
+        analysis = ANALYSES[0] if any(claim.analysis == ANALYSES[0] for claim in own) else ANALYSES[1]
+        sections.append(
+            ExperimentSection(
+                key=key,
+                name=name,
+                about=experiment,
+                verdicts=verdict_counts(claims),
+                group=analysis if run else NOT_RUN,
+                figures=experiment_figures(sweep, name, key, page),
+                table=experiment_table(experiment, cells),
+                matrices=grid_tables(experiment, cells),
+                elsewhere=paper_models(experiment),
+                claims=claims,
+                cells=[_cell_section(sweep, experiment, cell, found, page) for cell, found in cells.items()],
+            )
+        )
+    return sections
+
+
+def _cell_section(
+    sweep: Sweep, experiment: ExperimentSummary, name: str, cell: CellSummary, page: Path
+) -> dict[str, Any]:
+    metrics = [quantity_of(one) for one in experiment.columns]
+    columns: list[tuple[TableColumn, Callable[[CellRun], Value]]] = [
+        (TableColumn(experiment.replicate.capitalize(), text=True), lambda run: str(run.seed)),
+        (
+            TableColumn("State", text=True),
+            lambda run: TableCell(run.status, "; ".join(run.warnings), "warn" if run.warnings else ""),
+        ),
+        *(
+            (TableColumn(one.label, form=f",.{one.decimals + 1}f"), lambda run, one=one: run.values.get(one.name))
+            for one in metrics
+        ),
+        (TableColumn("Seconds", form=",.0f"), lambda run: run.seconds),
+        (TableColumn("Run"), lambda run: TableCell(run.hash, link=link_to(sweep, run, page) or "")),
+    ]
+    counts = (
+        (cell.count("failed"), "failed", "warn"),
+        (sum(bool(run.edited) for run in cell.runs), "edited", "warn"),
+        (cell.count("unfinished"), "unfinished", "inconclusive"),
+    )
+    return {
+        "name": name,
+        "change": [f"{key}={value_text(value)}" for key, value in cell.change.items()],
+        "badges": [(f"{count} {what}", style) for count, what, style in counts if count],
+        "runs": table_of(f"runs of {name}", cell.runs, columns).without_empty_columns(),
+    }
 
 
 @dataclass(frozen=True)
@@ -136,70 +190,6 @@ class ExperimentGroup:
     title: str
     folded: bool
     experiments: Sequence[ExperimentSection]
-
-
-def experiment_sections(sweeps: Sequence[Sweep], page: Path) -> list[ExperimentSection]:
-    """Make a section per experiment, in the order of the summaries.
-
-    Args:
-        page: folder of the page; links to runs are relative to it.
-
-    Raises:
-        InputError: if metrics.jsonl of a run cannot be read or has an invalid line.
-    """
-    return [_section(sweep, name, key, page) for sweep, name, key in experiment_keys(sweeps)]
-
-
-def _section(sweep: Sweep, name: str, key: str, page: Path) -> ExperimentSection:
-    experiment, claims = sweep.summary.experiments[name], sweep.summary.claims_of(name)
-    cells = sweep.summary.cells_of(name)
-    own = [claim for claim in claims if not claim.same_as] or claims
-    run = any(claim.verdict != "not run" for claim in own)
-    if not claims:
-        run = any(cell.seeds or cell.count("failed") for cell in cells.values())
-    confirmatory = any(claim.analysis == "confirmatory" for claim in own)
-    analysis: Analysis = "confirmatory" if confirmatory else "exploratory"
-    return ExperimentSection(
-        key=key,
-        name=name,
-        about=experiment,
-        verdicts=verdict_counts(claims),
-        group=analysis if run else NOT_RUN,
-        figures=experiment_figures(sweep, name, key, page),
-        table=experiment_table(experiment, cells),
-        matrices=grid_tables(experiment, cells),
-        elsewhere=paper_models(experiment),
-        claims=claims,
-        cells=[_cell_section(sweep, experiment, cell, found, page) for cell, found in cells.items()],
-    )
-
-
-def _cell_section(sweep: Sweep, experiment: ExperimentSummary, name: str, cell: CellSummary, page: Path) -> CellSection:
-    shown = [quantity_of(one) for one in experiment.columns]
-    columns = [
-        *names(experiment.replicate.capitalize(), "State"),
-        *(TableColumn(one.label, form=f",.{one.decimals + 1}f") for one in shown),
-        TableColumn("Seconds", form=",.0f"),
-        TableColumn("Run"),
-    ]
-    rows = [
-        [
-            str(run.seed),
-            TableCell(run.status, "; ".join(run.warnings), "warn" if run.warnings else ""),
-            *(run.values.get(one.name) for one in shown),
-            run.seconds,
-            TableCell(run.hash, link=link_to(sweep, run, page) or ""),
-        ]
-        for run in cell.runs
-    ]
-    counts = (
-        (cell.count("failed"), "failed", "warn"),
-        (sum(bool(run.edited) for run in cell.runs), "edited", "warn"),
-        (cell.count("unfinished"), "unfinished", "inconclusive"),
-    )
-    badges = [(f"{count} {what}", style) for count, what, style in counts if count]
-    change = [f"{key}={value_text(value)}" for key, value in cell.change.items()]
-    return CellSection(name, change, badges, Table(f"runs of {name}", columns, rows).without_empty_columns())
 
 
 def experiment_groups(experiments: Sequence[ExperimentSection]) -> list[ExperimentGroup]:

@@ -5,21 +5,24 @@ An experiment has up to four figures: values by cell, one quantity against anoth
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from sinklab.experiments.documents import CellEstimate, CellRun, CellSummary, ExperimentSummary, estimated
+import polars as pl
+
+from sinklab.experiments.documents import CellRun, CellSummary, ExperimentSummary
 from sinklab.experiments.paper import statements
-from sinklab.experiments.quantities import Quantity
 from sinklab.experiments.verdicts.wording import number
+from sinklab.measuring.registry import METRICS, Evaluation, Metric
 from sinklab.plots import PlotAxis
 from sinklab.report.charts import STEPS, Drawing, Figure, dots, lines, scatter
+from sinklab.report.data import ReportedRun
+from sinklab.report.html import caption
+from sinklab.report.run_table import run_table
 from sinklab.report.sweeps import Sweep, quantity_of
-from sinklab.schema import finite_or_none
 from sinklab.tables import NOTHING, SINK_1, Table, TableColumn, names
-from sinklab.train.directory.history import Evaluation
 
 OTHER_MODELS = "other models"
 CELL_NAME = re.compile(r"(.+)_(\d+(?:\.\d+)?(?:e-?\d+)?)([kMB]?)")
@@ -29,19 +32,18 @@ FEWEST_ORDERED = 3
 LAYER_NUMBERS = ("sink_layer_", "layer_step_")
 """Prefixes of quantities of one layer; an experiment with such a quantity has a figure of the sinks by layer."""
 STATEMENT_PIXELS = 215
-TRAINING_CURVES: Sequence[tuple[set[str], str, Callable[[Evaluation], float | None], bool]] = (
+TRAINING_CURVES: Sequence[tuple[set[str], str, Callable[[Evaluation], float | None]]] = (
     (
         {"emergence_step", "sink_step", "norm_step", "loss_change"},
         f"{SINK_1} (percent of heads)",
-        lambda one: one.sink_rate[0] if one.sink_rate else None,
-        True,
+        METRICS["sink_1"].read,
     ),
-    ({"norm_step"}, "Norm ratio of the first token", lambda one: finite_or_none(one.largest_norm_ratio), True),
-    ({"loss_change"}, "Validation loss (nats per token)", lambda one: one.valid_loss if one.step else None, False),
+    ({"norm_step"}, "Norm ratio of the first token", METRICS["norm_ratio"].read),
+    ({"loss_change"}, "Validation loss (nats per token)", lambda one: one.valid_loss if one.step else None),
 )
-"""Training curves as (quantities, axis title, value of an evaluation, whether the axis starts at zero).
+"""Training curves as (metrics, axis title, value of an evaluation).
 
-A curve is drawn if an experiment uses one of the quantities in its table or claims. The loss at step 0 is omitted.
+A curve is drawn if an experiment uses one of the metrics in its table or claims. The loss at step 0 is omitted.
 """
 
 
@@ -92,38 +94,38 @@ def experiment_figures(sweep: Sweep, name: str, key: str, page: Path) -> list[Fi
     asked = {*experiment.columns, *(claim.quantity for claim in sweep.summary.claims_of(name))}
     made = [_numbers(sweep, experiment, cells, key, page)]
     if chart := quantity_scatter(cells, experiment):
-        first, second = (_label(quantity_of(one)) for one in experiment.against)
+        first, second = (quantity_of(one).shown for one in experiment.against)
         many = f"{experiment.replicate}s"
-        caption = f"Each point is a model: the median over {many}. Bars extend from the minimum to the maximum."
-        made.append(Figure(f"{key}-against", f"{experiment.title}: {second} versus {first}", caption, [chart]))
-    curves = [(title, value, zero) for quantities, title, value, zero in TRAINING_CURVES if quantities & asked]
+        about = f"Each point is a model: the median over {many}. Bars extend from the minimum to the maximum."
+        made.append(Figure(f"{key}-against", f"{experiment.title}: {second} versus {first}", about, [chart]))
+    read = {title: read for quantities, title, read in TRAINING_CURVES if quantities & asked}
     by_layer = any(one.startswith(LAYER_NUMBERS) for one in asked)
-    runs = [(cell, run) for cell, found in cells.items() for run in found.runs] if curves or by_layer else []
-    evaluations = [(cell, run.seed, one) for cell, run in runs for one in sweep.history(run)]
+    runs = [
+        ReportedRun(Path(run.directory), cell, run.seed, history=sweep.history(run))
+        for cell, found in (cells.items() if read or by_layer else ())
+        for run in found.runs
+    ]
+    table = run_table(runs, {}, read)
     growth = []
-    for title, value, from_zero in curves:
-        rows = [
-            {"cell": cell, "seed": seed, "step": one.step, "value": found}
-            for cell, seed, one in evaluations
-            if (found := value(one)) is not None
-        ]
-        if rows:
-            known = {row["cell"] for row in rows}
+    for title in read:
+        if rows := table.filter(pl.col("metric") == title).select("cell", "seed", "step", "value").to_dicts():
+            known, from_zero = {row["cell"] for row in rows}, not title.startswith("Validation loss")
             y = PlotAxis(title, "value", zero=from_zero, at_least=1.0 if from_zero else None, precision=".2f")
             growth.append(lines(rows, STEPS, y, order=[cell for cell in cells if cell in known], apart=["seed"]))
     if growth:
         made.append(Figure(f"{key}-growth", f"{experiment.title}: training curves", "One line per run.", growth))
     rates = [
-        {"cell": cell, "seed": seed, "step": one.step, "layer": layer, "value": rate}
-        for cell, seed, one in (evaluations if by_layer else ())
+        {"cell": run.cell, "seed": run.seed, "step": one.step, "layer": layer, "value": rate}
+        for run in (runs if by_layer else ())
+        for one in run.history
         for layer, rate in enumerate(one.rate_layers, 1)
         if rate is not None
     ]
     if rates:
-        caption = "Sink on the first token: maximum over the heads of a layer, with one line per layer and run."
+        about = "Sink on the first token: maximum over the heads of a layer, with one line per layer and run."
         y = PlotAxis("Sequences in which the head has a sink (percent)", "value", at_least=1.0, precision=".2f")
         chart = lines(rates, STEPS, y, "layer", apart=["cell", "seed"])
-        made.append(Figure(f"{key}-layers", f"{experiment.title}: by layer", caption, [chart]))
+        made.append(Figure(f"{key}-layers", f"{experiment.title}: by layer", about, [chart]))
     return [figure for figure in made if figure is not None]
 
 
@@ -137,39 +139,46 @@ def _numbers(
     varied, labels = cell_order(list(cells)) or (None, {cell: cell for cell in cells})
     drawn: list[Drawing] = []
     bounds = False
-    for shown in map(quantity_of, experiment.columns):
-        estimates = {cell: one for cell in labels if (one := cells[cell].estimate(shown.name))}
-        if not estimates:
+    for metric in map(quantity_of, experiment.columns):
+        seeds, middles = _points(sweep, {cell: cells[cell] for cell in labels}, metric.name, page)
+        if not middles:
             continue
-        bounds = bounds or any(one.never_reached for one in estimates.values())
-        seeds = [
-            {"cell": cell, **_point(sweep, run, value, page)}
-            for cell in labels
-            for run, value in cells[cell].by_seed(shown.name)
-        ]
-        middles = [{"cell": cell, **_middle(one)} for cell, one in estimates.items()]
-        printed = {cell: experiment.published.get(cell, {}).get(shown.name) for cell in labels}
+        bounds = bounds or any(row["never_reached"] for row in middles)
+        printed = {cell: experiment.published.get(cell, {}).get(metric.name) for cell in labels}
         paper = [{"cell": cell, "value": value} for cell, value in printed.items() if value is not None]
-        axis = _values_axis(_title(shown), shown.unit in ("%", "steps"))
-        drawn.append(dots(labels, seeds, middles, paper, axis, shown.decimals, varied, replicate=experiment.replicate))
+        axis = _values_axis(_title(metric), metric.unit in ("%", "steps"))
+        of = experiment.replicate
+        drawn.append(dots(labels, seeds, middles, paper, axis, metric.decimals, varied, replicate=of))
     if not drawn:
         return None
-    if experiment.replicate == "seed":
-        one, target, many = f"a run of one seed at scale {experiment.scale}", "recipe", "seeds"
-    elif experiment.replicate == "model":
-        one, target, many = "one model", "measurement", "models"
-    else:
-        one, target, many = f"a measurement of {experiment.scale} on one draw of sequences", "measurement", "draws"
-    caption = (
-        f"Each point is {one} and links to its {target}. The bar is the median over {many}, and the line extends from "
-        "the minimum to the maximum."
-        + (" An arrow marks seeds at which the event did not occur during training." if bounds else "")
-        + (
-            " The open diamond is the paper's value, from a single run (at the paper's scale) or measurement."
-            * bool(experiment.published)
-        )
+    about = caption(
+        "experiment_numbers",
+        replicate=experiment.replicate,
+        scale=experiment.scale,
+        bounds=bounds,
+        in_paper=bool(experiment.published),
     )
-    return Figure(f"{key}-numbers", experiment.title, caption, drawn, small=True)
+    return Figure(f"{key}-numbers", experiment.title, about, drawn, small=True)
+
+
+def _points(
+    sweep: Sweep, cells: Mapping[str, CellSummary], metric: str, page: Path
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows `seeds` and `middles` of `charts.dots` for a metric; unknown and missing fields are omitted."""
+    seeds, middles = [], []
+    for cell, found in cells.items():
+        for run, value in found.by_seed(metric):
+            link = link_to(sweep, run, page)
+            seeds.append(
+                {"cell": cell, "seed": run.seed, "value": value, "run": run.hash, **({"link": link} if link else {})}
+            )
+        if one := found.estimate(metric):
+            reached = max((value for value in one.seeds if value is not None), default=None)
+            ends = {"smallest": one.smallest, "largest": reached} if len(one.seeds) > 1 else {}
+            known = {"median": one.median, **ends, "beyond": reached if one.never_reached else None}
+            known = {name: value for name, value in known.items() if value is not None}
+            middles.append({"cell": cell, "never_reached": one.never_reached, **known})
+    return seeds, middles
 
 
 def quantity_scatter(cells: dict[str, CellSummary], experiment: ExperimentSummary) -> Drawing | None:
@@ -194,7 +203,7 @@ def quantity_scatter(cells: dict[str, CellSummary], experiment: ExperimentSummar
     if not rows:
         return None
     x_axis, y_axis = (
-        PlotAxis(_title(one), field, _label(one), zero=False, precision=f".{one.decimals}f")
+        PlotAxis(_title(one), field, one.shown, zero=False, precision=f".{one.decimals}f")
         for one, field in ((across, "x"), (up, "y"))
     )
     families = list(dict.fromkeys(row["family"] for row in rows))
@@ -216,34 +225,28 @@ def _forest(sweep: Sweep, key: str, page: Path) -> Figure | None:
     claims = {place: summary.claims_named(one.claims) for place, one in enumerate(statements(), 1)}
     if not any(claims.values()):
         return None
-    seeds, middles, paper, rows = [], [], [], []
+    paper, rows = [], []
+    seeds: list[dict[str, Any]] = []
+    middles: list[dict[str, Any]] = []
     for place, statement in enumerate(statements(), 1):
-        if not (shown := statement.number):
+        if not (wanted := statement.number):
             continue
-        label, of = f"{place} {statement.says}", quantity_of(shown.value)
-        cell = summary.cell(claims[place][0].experiment, shown.cell) if claims[place] else CellSummary(seeds=0)
-        values = cell.by_seed(shown.value)
-        seeds += [{"cell": label, **_point(sweep, run, value, page)} for run, value in values]
-        estimate = estimated(cell.runs, shown.value)
-        middles += [{"cell": label, **_middle(estimate)}] if estimate else []
-        paper.append({"cell": label, "value": shown.paper})
-        ours = ", ".join(number(value, of) for _, value in values) or NOTHING
-        rows.append([label, shown.cell, of.label, ours, shown.paper])
+        label, of = f"{place} {statement.says}", quantity_of(wanted.value)
+        cell = summary.cell(claims[place][0].experiment, wanted.cell) if claims[place] else CellSummary(seeds=0)
+        found = _points(sweep, {label: cell.model_copy(update={"values": {}})}, wanted.value, page)
+        seeds, middles = seeds + found[0], middles + found[1]
+        paper.append({"cell": label, "value": wanted.paper})
+        ours = ", ".join(number(row["value"], of) for row in found[0]) or NOTHING
+        rows.append([label, wanted.cell, of.label, ours, wanted.paper])
     labels = {row[0]: row[0] for row in rows}
     exploratory = [str(place) for place, found in claims.items() if found and found[0].analysis == "exploratory"]
-    caption = (
-        "Each point is a run of one seed and links to its recipe. The bar is the median over seeds, and the line "
-        "extends from the minimum to the maximum. The open diamond is the paper's value, from a single run at the "
-        "paper's scale; verdicts do not depend on this value. "
-        "Statements without a percentage in the paper are omitted."
-        + (f" Exploratory statements: {', '.join(exploratory)}." if exploratory else "")
-    )
+    about = caption("forest", exploratory=", ".join(exploratory))
     columns = [*names("Statement", "Cell", "Quantity"), TableColumn("Ours", "every seed, %")]
     table = Table("", [*columns, TableColumn("Paper", "%", ".2f")], rows)
     scale = f" at {summary.scale}" if summary.scale else ""
     axis = _values_axis("Percent of heads", True)
     chart = dots(labels, seeds, middles, paper, axis, 1, label_width=STATEMENT_PIXELS)
-    return Figure(key, f"Our sink rates{scale} compared with the paper's", caption, [chart], table=table)
+    return Figure(key, f"Our sink rates{scale} compared with the paper's", about, [chart], table=table)
 
 
 def error_bar(field: str, value: float, spread: Sequence[float | None], baseline: float = 0.0) -> dict[str, Any]:
@@ -256,32 +259,14 @@ def error_bar(field: str, value: float, spread: Sequence[float | None], baseline
     return {field: value - baseline, **ends}
 
 
-def _title(one: Quantity) -> str:
-    return f"{_label(one)} ({one.unit})" if one.unit else _label(one)
-
-
-def _label(one: Quantity) -> str:
-    return one.label.replace("Sink_1", SINK_1)
+def _title(one: Metric) -> str:
+    return f"{one.shown} ({one.unit})" if one.unit else one.shown
 
 
 def _values_axis(title: str, from_zero: bool) -> PlotAxis:
     """Make a value axis: from zero to at least one if `from_zero`, else linear or, for a large range, logarithmic."""
     scale = "linear" if from_zero else "auto"
     return PlotAxis(title, "value", scale=scale, zero=from_zero, at_least=1.0 if from_zero else None)
-
-
-def _middle(one: CellEstimate) -> dict[str, float]:
-    """Return the fields of a row of `middles` in `charts.dots`, except `cell`; unknown fields are omitted."""
-    reached = max((value for value in one.seeds if value is not None), default=None)
-    ends = {"smallest": one.smallest, "largest": reached} if len(one.seeds) > 1 else {}
-    found = {"median": one.median, **ends, "beyond": reached if one.never_reached else None}
-    return {"never_reached": one.never_reached, **{name: value for name, value in found.items() if value is not None}}
-
-
-def _point(sweep: Sweep, run: CellRun, value: float, page: Path) -> dict[str, str | float]:
-    """Return the fields of a row of `seeds` in `charts.dots`, except `cell`; a missing `link` is omitted."""
-    link = link_to(sweep, run, page)
-    return {"seed": run.seed, "value": value, "run": run.hash, **({"link": link} if link else {})}
 
 
 def link_to(sweep: Sweep, run: CellRun, page: Path) -> str | None:

@@ -25,10 +25,11 @@ from sinklab.experiments.documents import (
     read_record,
     verdict_counts,
 )
-from sinklab.experiments.quantities import ClaimSubject, Quantity, quantity
+from sinklab.experiments.quantities import ClaimSubject, quantity
 from sinklab.experiments.sweep.packed import RECIPES, RUNS, is_packed, read_packed, unpack
 from sinklab.experiments.verdicts.counts import ONE_MAY_DEVIATE
 from sinklab.files import parse_yaml
+from sinklab.measuring.registry import Metric
 from sinklab.measuring.statistics.highest import later_sink_text
 from sinklab.tables import Table, TableCell, TableColumn, Value, counted, names, number_text
 from sinklab.train.directory.environment import read_environment
@@ -168,12 +169,12 @@ def origins(sweeps: Sequence[Sweep]) -> list[tuple[str, str]]:
     return [(title, text) for title, text in facts.items() if text]
 
 
-def quantity_of(name: str) -> Quantity:
+def quantity_of(name: str) -> Metric:
     """Return a quantity by name; an unknown name is used as a label, with no unit and three decimals."""
     try:
         return quantity(name)
     except ValueError:
-        return Quantity(name, name, "", 3)
+        return Metric(name, name, "", 3)
 
 
 def value_text(value: object) -> str:
@@ -239,7 +240,7 @@ def grid_tables(experiment: ExperimentSummary, cells: Mapping[str, CellSummary])
     return made
 
 
-def _estimate(cell: CellSummary, quantity: Quantity, elsewhere: str = "") -> TableCell | None:
+def _estimate(cell: CellSummary, quantity: Metric, elsewhere: str = "") -> TableCell | None:
     if (estimate := cell.estimate(quantity.name)) is None:
         return None
     form = f",.{quantity.decimals}f"

@@ -26,9 +26,6 @@ def bos_notes(model: Model, rows: Sequence[Encoded], request: Request) -> list[s
     fed and with one BOS instead of them, on the same targets. The BOS is that of the tokenizer or of the config. The
     result is empty if exactly this BOS was fed, for runs, which have the BOS of their recipe, without a loss, and with
     `no_bos`, which is a choice.
-
-    Raises:
-        InputError, SinklabError: see `driver.measure`.
     """
     adapter, has_loss = model.adapter, request.options.loss and model.adapter.has_head
     if model.planned_steps is not None or request.no_bos or not has_loss or adapter.first_target > 2:

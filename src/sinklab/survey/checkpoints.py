@@ -1,4 +1,4 @@
-"""Measure a model over its training: one measurement per checkpoint, ordered by step.
+"""The checkpoints of a model during training, ordered by step.
 
 Checkpoints are revisions of a model on the hub, folders of a directory, or checkpoints of a run. Steps are parsed
 from names such as those of Pythia (step1000), OLMo (stage1-step1000-tokens5B) and Hugging Face's Trainer
@@ -8,24 +8,18 @@ words), by which the checkpoints are ordered.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from sinklab.errors import InputError
-from sinklab.jobs import Observer, ignore
-from sinklab.measuring.measurement import Measurement
-from sinklab.models.hooks import Progress
-from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision, name_in_results
-from sinklab.opening import is_run, open_model
-from sinklab.schema import finite_or_none
-from sinklab.survey.measure_many import Item, Survey, deciding_request, measure_all, text_hash
-from sinklab.survey.measure_one import measure_loaded
-from sinklab.survey.request import Request
-from sinklab.survey.suites import CheckpointsDocument, MeasuredCheckpoint, StepUnit
+from sinklab.models.huggingface.loading import check_name, check_revision
+from sinklab.opening import is_run
 from sinklab.train.directory.checkpoint import steps_saved
+
+StepUnit = Literal["step", "tokens"]
+"""Unit of the numbers in checkpoint names."""
 
 CONFIG = "config.json"
 STEP = re.compile(
@@ -45,7 +39,6 @@ class SavedModel:
         name: name of the revision or folder; `step_N` for a run.
         model: Hugging Face id, model directory or run directory.
         revision: revision on the hub; None for a local model.
-        place: directory of the checkpoint; None for a model on the hub.
     """
 
     step: int
@@ -53,65 +46,11 @@ class SavedModel:
     name: str
     model: str
     revision: str | None
-    place: Path | None
 
     @property
     def key(self) -> str:
         """Key in checkpoints.json and name of the measurement's subdirectory, such as step_100 or tokens_100000000."""
         return f"{self.unit}_{self.step}"
-
-
-def measure_checkpoints(
-    model: str,
-    revisions: Sequence[str],
-    text: Path | None,
-    request: Request,
-    *,
-    loading: Loading = AS_IT_IS,
-    out: Path | None = None,
-    observe: Observer = ignore,
-) -> Survey:
-    """Measure checkpoints of a model (`saved_models`) with the same text and settings, and save checkpoints.json.
-
-    `loading.revision` is not used.
-
-    Raises:
-        InputError: see `saved_models`, `Request.check` and `measure_all`; also if all checkpoints fail. If only some
-            fail, the results list them with the reasons.
-        HeldError, UnsavedError, SinklabError: see `measure_all`.
-    """
-    saved = {one.key: one for one in saved_models(model, revisions)}
-    request.check(text)
-    source = text_hash(text)
-
-    def measure(one: SavedModel, how: Loading, progress: Progress) -> Measurement:
-        step = one.step if is_run(one.model) else None
-        return measure_loaded(open_model(one.model, how, step=step), text, request, progress)
-
-    items = []
-    for name, one in saved.items():
-        how = replace(loading, revision=one.revision)
-        decides = deciding_request(one.model, one.place, source, how, request) | {"step": one.step}
-        items.append(Item(name, decides, partial(measure, one, how)))
-
-    def row_of(name: str, measured: Measurement) -> dict[str, Any]:
-        return MeasuredCheckpoint(
-            step=saved[name].step,
-            unit=saved[name].unit,
-            checkpoint=saved[name].name,
-            sink_1=measured.sink_rate[0],
-            uniform_ratio=measured.uniform_ratio[0],
-            sink_bias=measured.sink_rate_bias,
-            loss=measured.loss,
-            norm_ratio=finite_or_none(max(measured.hidden_norm_ratio or [], default=None)),
-            by_layer=measured.sink_rate_of_heads().mean(1).tolist(),
-        ).model_dump()
-
-    header = {"model": name_in_results(model, loading.subfolder), "text": None if text is None else str(text)}
-    result_of = partial(Survey, CheckpointsDocument, header, row_of)
-    found = measure_all(items, result_of, out, CheckpointsDocument.file, observe)
-    found.outcome.check_any("checkpoints")
-    return found
 
 
 def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
@@ -130,15 +69,14 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
     """
     check_name(model)
     folder = Path(model)
-    named: list[tuple[str, str, str | None, Path | None]]
+    named: list[tuple[str, str, str | None]]
     if revisions:
         check_revision(model, revisions[0])
-        named = [(name, model, name, None) for name in revisions]
+        named = [(name, model, name) for name in revisions]
     elif is_run(model):
-        kept = folder / "checkpoints"
-        named = [(f"step_{step}", model, None, kept / f"step_{step:08d}") for step in steps_saved(kept)]
+        named = [(f"step_{step}", model, None) for step in steps_saved(folder / "checkpoints")]
     elif folder.is_dir():
-        named = [(path.name, str(path), None, path) for path in sorted(folder.iterdir()) if (path / CONFIG).is_file()]
+        named = [(path.name, str(path), None) for path in sorted(folder.iterdir()) if (path / CONFIG).is_file()]
     else:
         raise InputError(
             f"{model} is not a folder of checkpoints or a run: select the checkpoints of a model on the hub by branch "

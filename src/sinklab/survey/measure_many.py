@@ -1,14 +1,14 @@
 """Surveys: several measurements, each saved with its settings in its own directory, and one document with all results.
 
-A repeated call runs only the missing measurements. A call with other settings raises InputError, so that no table mixes
-settings.
+A measurement is a model, a text and a request (`Item`). Only the most recent model is kept in memory. A repeated call
+runs only the missing measurements. A call with other settings raises InputError, so that no table mixes settings.
 """
 
 import gc
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ from sinklab.jobs import AnyDocument, JobStep, Ledger, Observer, StepProgress, c
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.highest import in_brackets, later_sink_text
 from sinklab.models.hooks import Progress
-from sinklab.models.huggingface.loading import Loading, name_in_results
-from sinklab.opening import model_files
+from sinklab.models.huggingface.loading import Loading, check_config, name_in_results
+from sinklab.opening import Model, is_run, model_files, open_model
 from sinklab.outputs import MEASUREMENT, REPORT, check_results
+from sinklab.survey.measure_one import check_measurable, measure_loaded
 from sinklab.survey.request import Request
-from sinklab.survey.suites import SuiteDocument
 
 REQUEST = "request.json"
 FILES = "files"
@@ -37,13 +37,48 @@ class Item:
 
     Attributes:
         name: name in the results, and of the subdirectory of the output directory.
-        request: settings that affect the measurement, JSON-serializable.
-        measure: function that runs the measurement and calls its argument with (sequences done, total sequences).
+        model: run directory, model directory, .gguf file or Hugging Face id.
+        text: file or folder of text; None for inputs without text.
+        text_hash: hash of the text (`text_hash`).
+        step: step of a checkpoint of a run; None for the newest, and for other models.
+        more: further settings in request.json.
+        measure: function of the model and a callback (sequences done, total sequences) that runs the measurement;
+            default: `measure_loaded`.
+        as_transformers: load a run as a model of transformers.
     """
 
     name: str
-    request: Mapping[str, Any]
-    measure: Callable[[Progress], Measurement]
+    model: str
+    loading: Loading
+    text: Path | None
+    text_hash: str | None
+    request: Request
+    step: int | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+    measure: Callable[[Model, Progress], Measurement] | None = None
+    as_transformers: bool = False
+
+    @property
+    def opened_by(self) -> tuple[object, ...]:
+        """Arguments of `open_model`; items with equal ones share the loaded model."""
+        return self.model, self.loading, self.step, self.as_transformers
+
+    @cached_property
+    def decides(self) -> dict[str, Any]:
+        """All settings that affect the measurement, JSON-serializable: the content of request.json.
+
+        Raises:
+            InputError: if a file of the model cannot be read.
+        """
+        place, loading = Path(self.model), self.loading
+        if self.step is not None:
+            place = place / "checkpoints" / f"step_{self.step:08d}"
+        loaded = {"revision": loading.revision, "dtype": loading.dtype}
+        loaded |= {} if loading.tokenizer == "auto" else {"tokenizer": loading.tokenizer}
+        named = {"model": name_in_results(self.model, loading.subfolder), FILES: model_files(place)}
+        return json.loads(
+            json.dumps({**named, "text": self.text_hash, **loaded, **self.request.document(), **self.more})
+        )
 
     def finished(self, folder: Path) -> Measurement | None:
         """Return the measurement that an earlier call has saved in `folder`; None if there is none.
@@ -57,8 +92,8 @@ class Item:
             before = parse_json((folder / REQUEST).read_text("utf-8")) if (folder / REQUEST).is_file() else {}
         except ValueError as error:
             raise InputError(f"{folder / REQUEST} is damaged: delete {folder} to measure it again") from error
-        unknown = None in (before.get(FILES), self.request.get(FILES))  # the model was or is now loaded from the hub
-        check_request(folder, "a measurement", before, self.request, {FILES} if unknown else set())
+        unknown = None in (before.get(FILES), self.decides.get(FILES))  # the model was or is now loaded from the hub
+        check_request(folder, "a measurement", before, self.decides, {FILES} if unknown else set())
         return Measurement.load(folder)
 
 
@@ -69,12 +104,6 @@ class Outcome:
     measured: dict[str, Measurement] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
-    def check_any(self, what: str) -> None:
-        """Raise InputError with the first failure if all measurements failed."""
-        if not self.measured:
-            name, failure = next(iter(self.failed.items()))
-            raise InputError(f"none of the {len(self.failed)} {what} could be measured; {name}: {failure}")
-
 
 def measure_all(
     items: Sequence[Item],
@@ -83,17 +112,18 @@ def measure_all(
     document: str,
     observe: Observer = ignore,
     *,
-    prepare: Callable[[Sequence[str]], object] = lambda unfinished: None,
+    check_first: bool = True,
     stop_at_failure: bool = False,
 ) -> AnyDocument:
     """Run the unfinished measurements of a survey, save all results, and return them.
 
     Args:
-        items: the measurements, in the order of the results.
+        items: the measurements, in the order in which they are run and listed.
         result_of: function that builds the survey's result from the measurements so far.
         out: output directory; a repeated call resumes. None saves nothing.
         document: name of the file for the survey's result, which is written after every measurement.
-        prepare: callback, called before the first measurement with the names of the unfinished items, if there are any.
+        check_first: before the first measurement, read the configs of all unfinished models and load the first model;
+            their errors are raised.
         stop_at_failure: raise the error of a failed item; `document` is then written only when all items are measured.
             By default, failures are recorded in the result, and the other items are measured.
 
@@ -103,7 +133,7 @@ def measure_all(
         HeldError: if another process writes the same document.
         UnsavedError: if a result cannot be saved; the exception contains the results so far.
         SinklabError: if `out` cannot be locked.
-        Exception: the error of `prepare`; with `stop_at_failure`, the error of an item.
+        Exception: an error of `check_first`; with `stop_at_failure`, the error of an item.
     """
     ledger = Ledger[AnyDocument](out, document)
     if out is not None:
@@ -111,6 +141,7 @@ def measure_all(
         for item in items:
             check_results(out / item.name, (*MEASUREMENT, REQUEST))
     measured, failed = dict[str, Measurement](), dict[str, str]()
+    opened: list[tuple[object, Model]] = []
 
     def result() -> AnyDocument:
         return result_of(Outcome({item.name: measured[item.name] for item in items if item.name in measured}, failed))
@@ -119,14 +150,31 @@ def measure_all(
         if not stop_at_failure or len(measured) == len(items):
             ledger.save(result())
 
+    def model_of(item: Item) -> Model:
+        if not opened or opened[0][0] != item.opened_by:
+            opened.clear()
+            gc.collect()  # frees the memory of the previous model
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            model = open_model(item.model, item.loading, step=item.step, as_transformers=item.as_transformers)
+            for other in items:
+                if other.opened_by == item.opened_by:
+                    check_measurable(model, other.request)
+            opened.append((item.opened_by, model))
+        return opened[0][1]
+
     def run(item: Item, progress: StepProgress) -> str:
-        gc.collect()  # frees the memory of models that are no longer referenced
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        measured[item.name] = item.measure(progress.reach)
+        try:
+            model = model_of(item)
+            if item.measure is not None:
+                measured[item.name] = item.measure(model, progress.reach)
+            else:
+                measured[item.name] = measure_loaded(model, item.text, item.request, progress.reach)
+        except InputError as error:
+            raise InputError(f"{item.model}: {error}" if stop_at_failure else str(error)) from error
         if out is not None:
             with unsaved(result):
-                write_json(out / item.name / REQUEST, item.request)
+                write_json(out / item.name / REQUEST, item.decides)
                 measured[item.name].save(out / item.name)
         save()
         return summary_line(measured[item.name])
@@ -138,8 +186,13 @@ def measure_all(
     with ledger.locked():
         if out is not None:
             measured |= {item.name: found for item in items if (found := item.finished(out / item.name)) is not None}
-        if unfinished := [item.name for item in items if item.name not in measured]:
-            prepare(unfinished)
+        unfinished = [item for item in items if item.name not in measured]
+        if check_first and unfinished:
+            for item in {item.opened_by: item for item in unfinished}.values():
+                if not is_run(item.model):
+                    check_config(item.model, item.loading)
+            if not stop_at_failure:
+                model_of(unfinished[0])
         kept = {name: summary_line(found) for name, found in measured.items()}
         steps = [JobStep(item.name, partial(run, item), kept.get(item.name)) for item in items]
         run_steps(steps, observe, None if stop_at_failure else fail)
@@ -164,42 +217,24 @@ def text_hash(text: Path | None) -> str | None:
     return None if text is None else identity(str(text), contents=True)
 
 
-def deciding_request(
-    model: str, place: Path | None, text: str | None, loading: Loading, request: Request
-) -> dict[str, Any]:
-    """Return all settings that affect a measurement, as a JSON-serializable dict (request.json).
-
-    Args:
-        place: directory or file of the model, whose files are hashed; for a model on the hub, None or a missing path.
-        text: hash of the measured text (`text_hash`); None if no text is used.
+def labels(models: Sequence[str]) -> dict[str, str]:
+    """Return the models by label: the id on the hub, or the last parts of a local path, as few as make labels distinct.
 
     Raises:
-        InputError: if a file of the model cannot be read.
-    """
-    files = None if place is None else model_files(place)
-    loaded = {"revision": loading.revision, "dtype": loading.dtype}
-    loaded |= {} if loading.tokenizer == "auto" else {"tokenizer": loading.tokenizer}
-    named = name_in_results(model, loading.subfolder)
-    return json.loads(json.dumps({"model": named, FILES: files, "text": text, **loaded, **request.document()}))
-
-
-@dataclass(frozen=True)
-class Survey:
-    """Result of a survey: measurements and reasons for failures, and the layout of the survey's JSON document.
-
-    Attributes:
-        kind: schema of the document.
-        header: settings in the document, such as model and text.
-        row_of: function (name, measurement) -> row of the measurement in the document.
+        InputError: if a model is listed twice, by the same path or by different ones.
     """
 
-    kind: type[SuiteDocument]
-    header: Mapping[str, Any]
-    row_of: Callable[[str, Measurement], dict[str, Any]]
-    outcome: Outcome
+    def parts_of(model: str) -> tuple[str, ...]:
+        path = Path(model)  # of a local model's resolved path, without the root; of a Hugging Face id, the id
+        if path.exists():
+            return path.resolve().parts[1:]
+        return ("/".join(part for part in path.parts if part not in (path.anchor, "..")),)
 
-    def document(self) -> dict[str, Any]:
-        """Return the content of domains.json, families.json or checkpoints.json."""
-        rows = {name: self.row_of(name, measured) for name, measured in self.outcome.measured.items()}
-        key = str(self.kind.model_fields["measured"].alias)
-        return {"schema": 1, **self.header, key: rows, "failed": self.outcome.failed}
+    parts = {model: parts_of(model) for model in models}
+    for count in range(1, 2 + max(map(len, parts.values()))):
+        named = {"/".join(own[-count:]): model for model, own in parts.items()}
+        if len(named) == len(models):
+            return named
+    listed = [parts[model] for model in models]
+    twice = next(model for model in models if listed.count(parts[model]) > 1)
+    raise InputError(f"{twice} is repeated: pass different models")

@@ -25,9 +25,9 @@ from sinklab.measuring.frames import remove_tables
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.surgery.study import changed_positions, measure_with_study
 from sinklab.models.hooks import Progress
-from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_config, check_name
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.models.native import check_length
-from sinklab.opening import Model, is_run, open_model
+from sinklab.opening import Model, open_model
 from sinklab.outputs import MEASUREMENT, REPORT, check_results
 from sinklab.survey.bos_check import bos_notes
 from sinklab.survey.request import Request
@@ -52,9 +52,7 @@ def measure_model(
         progress: callback, called with (sequences done, total sequences).
 
     Raises:
-        InputError: see `open_model`, `Request.check`, `measure_loaded` and `check_results`.
         UnsavedError: if the measurement cannot be saved; the exception contains the measurement.
-        SinklabError: see `open_model` and `measure_loaded`.
     """
     check_name(model)
     request.check(text)
@@ -66,12 +64,6 @@ def measure_model(
             measurement.save(out)
         remove_tables(out)
     return measurement
-
-
-def check_loadable(name: str, loading: Loading) -> None:
-    """Raise InputError if the config of a model cannot be loaded (`check_config`); runs are not checked."""
-    if not is_run(name):
-        check_config(name, loading)
 
 
 @dataclass(frozen=True)
@@ -164,11 +156,7 @@ def _special_notes(model: Model, rows: list[inputs.Encoded]) -> list[str]:
 
 
 def measure_loaded(model: Model, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
-    """Measure the attention sinks of a loaded model; the other arguments are those of `measure_model`.
-
-    Raises:
-        InputError, SinklabError: see `read_tokens` and `measure_with_study`.
-    """
+    """Measure the attention sinks of a loaded model; the other arguments are those of `measure_model`."""
     read = read_tokens(model, text, request)
     measurement = measure_with_study(
         model.adapter,

@@ -3,7 +3,7 @@
 Every process evaluates all sequences, so that results do not depend on the number of processes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -97,8 +97,3 @@ def _batches(run: Run) -> list[Tensor]:
     run.dataset.valid.check_unchanged()
     size = min(run.recipe.train.micro_batch or valid.batch_size, max(1, LOSS_TOKENS // valid.context))
     return list(tokens_NT.split(size))
-
-
-def first_position(rates: Mapping[str, Sequence[float]] | None) -> dict[str, float] | None:
-    """Return the entry of position 1 for each threshold in `rates` (sink rates in percent); None if `rates` is None."""
-    return None if rates is None else {eps: of_positions[0] for eps, of_positions in rates.items()}

@@ -19,6 +19,7 @@ import torch
 
 from sinklab.errors import InputError, SinklabError, StoppedError
 from sinklab.files import append_line, write_json
+from sinklab.measuring.registry import recorded
 from sinklab.train.directory.checkpoint import (
     TrainState,
     find_checkpoint,
@@ -30,7 +31,7 @@ from sinklab.train.directory.checkpoint import (
 from sinklab.train.directory.history import finite, read_metrics, rewrite_metrics
 from sinklab.train.directory.lock import holder, lock_run, remove_if_empty, wait_for_holder
 from sinklab.train.directory.run import Run, establish
-from sinklab.train.evaluator import OTHER_EPS, Evaluator, first_position
+from sinklab.train.evaluator import OTHER_EPS, Evaluator
 from sinklab.train.flops import model_flops, peak_flops
 from sinklab.train.parallelize import compile_blocks
 from sinklab.train.recipe import Recipe
@@ -226,30 +227,13 @@ class Trainer:
         state, (loss, added) = self.state, self.evaluator.losses()
         if not math.isfinite(loss):
             raise self._diverged(f"training diverged at step {state.step}: the validation loss is {loss}.")
-        measurement = self.evaluator.measure(other_eps=OTHER_EPS, dormant=True)
         row = {
             "step": state.step,
             "tokens": state.step * self.recipe.train.batch_size * self.recipe.model.context,
             "train_loss": state.loss_sum / state.loss_count if state.loss_count else None,
             "valid_loss": loss,
             **({"valid_added_losses": added} if added else {}),
-            "sink_rate": measurement.sink_rate,
-            "sink_rate_visible": measurement.sink_rate_visible,
-            "sink_rate_bias": measurement.sink_rate_bias,
-            "sink_rate_first_or_bias": measurement.sink_rate_first_or_bias,
-            "sink_rate_heads": measurement.sink_rate_of_heads().tolist(),
-            "sink_rate_eps": first_position(measurement.sink_rates),
-            "sink_rate_visible_eps": first_position(measurement.sink_rates_visible),
-            "sink_rate_bias_eps": measurement.sink_rates_bias,
-            "sink_rate_first_or_bias_eps": measurement.sink_rates_first_or_bias,
-            "importance_first_heads": measurement.importance[..., 0].tolist(),
-            "dormant_heads": None if measurement.dormant is None else measurement.dormant.tolist(),
-            "hidden_norm_ratio": measurement.hidden_norm_ratio,
-            "key_norm_ratio": measurement.key_norm_ratio,
-            "value_norm_ratio": measurement.value_norm_ratio,
-            "norm_ratio_before_norm": measurement.norm_ratio_before_norm,
-            "norm_ratio_sink_token": measurement.norm_ratio_sink_token,
-            "sink_rate_window_start": measurement.sink_rate_window_start,
+            **recorded(self.evaluator.measure(other_eps=OTHER_EPS, dormant=True)),
             "lr": self.updater.rate,
             "grad_norm": state.grad_norm if state.step else None,
             **self._speed.read(state.step, self.updater.batches.waited),

@@ -23,7 +23,7 @@ from sinklab.tables import Table, TableColumn, names, numbers, plural
 
 if TYPE_CHECKING:
     from sinklab.data.texts import Estimate
-    from sinklab.experiments.passes import ModelChoice, Pass
+    from sinklab.experiments.measured import ModelChoice, Pass
     from sinklab.interventions import Intervention, Overlay
     from sinklab.train.planning import TrainingPlan
 
@@ -128,7 +128,7 @@ def print_passes(planned: Sequence[tuple[str, "Pass", range]], console: Console)
     Args:
         planned: triples of experiment id, pass, and numbers of its replicates.
     """
-    from sinklab.experiments.passes import download_of, enumerated
+    from sinklab.experiments.measured import download_of, enumerated
 
     rows, models = [], dict[str, "ModelChoice"]()
     read = 0

@@ -20,7 +20,8 @@ from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import ListedRun
 from sinklab.report.data import ReportData
 from sinklab.report.sweeps import claims_table, experiment_table, grid_tables, paper_models, subjects_of_claims
-from sinklab.tables import Table, TableCell, TableColumn, Value, names, number_text, numbers, plural, table_of
+from sinklab.survey.suites import compared_rows
+from sinklab.tables import Table, TableCell, TableColumn, names, number_text, numbers, plural, table_of
 from sinklab.train.directory.history import read_history
 
 if TYPE_CHECKING:
@@ -28,10 +29,7 @@ if TYPE_CHECKING:
     from sinklab.evaluating.evaluation import DownstreamScores, TaskMetric
     from sinklab.experiments.sweep.verifying import Verified
     from sinklab.measuring.measurement import Measurement
-    from sinklab.survey.backends import Parity
-    from sinklab.survey.compare import Comparison
-    from sinklab.survey.families import Size
-    from sinklab.survey.measure_many import Survey
+    from sinklab.survey.suites import Survey
     from sinklab.train.recipe import Recipe
     from sinklab.train.replay import Replay
     from sinklab.tuning.tuned_directory import Tuning
@@ -117,78 +115,26 @@ def print_measurement(measurement: "Measurement", console: Console) -> None:
 
 
 def print_survey(survey: "Survey", console: Console) -> None:
-    """Print a headline, and a line per measured domain, model or checkpoint; nothing if no measurement succeeded."""
-    if measured := survey.outcome.measured:
-        document = survey.kind.model_validate({**survey.document(), "failed": {}})
-        data = ReportData.of_suite(document, measured)
+    """Print a headline, and a line per measured domain or checkpoint; nothing if no measurement succeeded."""
+    if survey.outcome.measured:
+        data = ReportData.of_survey(survey)
         print_title(" ".join(headline(data)), console)
         print_report(data, console)
 
 
-def print_comparison(comparison: "Comparison", console: Console) -> None:
+def print_comparison(comparison: "Survey", console: Console) -> None:
     """Print each model's conclusion, a line per quantity with values and differences from the first, and notes."""
-    first = next(iter(comparison.measured.values()))
+    compared = comparison.outcome.measured
+    first = next(iter(compared.values()))
     texts = f"{plural(first.sequences, 'sequence')} of {first.length} tokens"
     print_title(f"Comparison: {texts}, {first.inputs}, eps {first.eps:g}", console)
-    for model, measured in comparison.measured.items():
+    for model, measured in compared.items():
         console.print(Text(f"{printable(model)}: {answer(measured)[0]}"))
-    print_table(result_tables.comparison_table(comparison.rows(), list(comparison.measured)), console)
-    for model, measured in comparison.measured.items():
+    print_table(result_tables.comparison_table(compared_rows(compared), list(compared)), console)
+    for model, measured in compared.items():
         fed = [] if measured.fed is None else [measured.fed.line()]
         notes = ["position 1 is BOS" if measured.bos else "no BOS", *fed, *measured.notes]
         print_notes([f"{model}: {note}" for note in notes], console)
-
-
-def print_sizes(found: "Sequence[Size]", dtype: str, console: Console) -> None:
-    """Print a line per model with its parameters, its size on disk and in memory in GB, and its published Sink_1."""
-    columns = [*names("model"), TableColumn("size", "millions", ",.1f")]
-    columns += numbers(".2f", "disk", "float32", "bfloat16", "peak", unit="GB")
-    columns += [TableColumn("published", "Sink_1, %", ".2f")]
-    rows: list[list[Value]] = [
-        [
-            size.model.rpartition("/")[2],
-            size.parameters / 1e6,
-            size.disk_gb,
-            size.float32_gb,
-            size.bfloat16_gb,
-            size.peak_gb,
-            size.published,
-        ]
-        for size in found
-    ]
-    rows.append([f"{len(found)} models", "", sum(size.disk_gb for size in found), "", "", "", ""])
-    title = f"Size on disk and in memory in GB (10^9 bytes); the peak is approximate, in dtype {dtype}"
-    print_table(Table(title, columns, rows), console)
-
-
-def print_parity(parity: "Parity", console: Console) -> None:
-    """Print a line per attention backend with its differences from eager attention, and remarks on backends."""
-    compared = f"{plural(parity.sequences, 'sequence')} of {parity.length} tokens"
-    print_title(
-        f"{parity.model}: {compared}, {parity.dtype} on {parity.device}",
-        console,
-        [
-            f"transformers {parity.transformers}, torch {parity.torch}",
-            f"default backend {parity.default}",
-            "learned sink logits" if parity.has_sinks else "no sink logits",
-            f"tolerance of the logits {parity.tolerance:.1e}",
-        ],
-    )
-    table = table_of(
-        "Compared with eager attention",
-        parity.backends,
-        [
-            (TableColumn("backend", text=True), lambda one: one.backend),
-            (TableColumn("verdict", text=True), lambda one: one.verdict),
-            (TableColumn("logits", form=".1e"), lambda one: one.logits_difference),
-            (TableColumn("without the sink", form=".1e"), lambda one: one.without_sink_difference),
-            (TableColumn("share on the sink", form=".4f"), lambda one: one.sink_share),
-            (TableColumn("importance", "difference", ".1e"), lambda one: one.importance_difference),
-            (TableColumn("importance", "of position 1", ".4f"), lambda one: one.importance_first),
-        ],
-        [f"{one.backend}: {one.why}" for one in parity.backends if one.why is not None],
-    )
-    print_table(table.without_empty_columns(), console)
 
 
 def print_scores(scores: "DownstreamScores", console: Console) -> None:

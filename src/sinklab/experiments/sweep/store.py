@@ -21,6 +21,7 @@ from sinklab.experiments.results import NO_METRICS, CellResults, NoMetricsError,
 from sinklab.experiments.summary import at_scale, summarise
 from sinklab.experiments.sweep.plan import SweepPlan
 from sinklab.files import folders_with, read_document, write_json
+from sinklab.measuring.registry import STORED
 from sinklab.schema import ReadDocument, VersionedDocument
 from sinklab.train.directory.environment import ENVIRONMENT, recorded_hash
 from sinklab.tuning.settings import TuneOptions
@@ -30,12 +31,6 @@ MANIFESTS = "asked"
 
 OF_MEASURED: Any = {"each": True, "against": True, "published": {"model"}, "claims": {"__all__": ONLY_MEASURED}}
 """Fields of experiments that apply only to existing models and are not written to manifests (pydantic's `exclude`)."""
-
-NUMBERS = (
-    "sink_1", "sink_bias", "importance_first", "valid_loss", "train_loss", "norm_ratio", "norm_untrained",
-    "norm_lowest", "norm_growth", "kurtosis", "emergence_step", "norm_step",
-)  # fmt: skip
-"""Quantities in `CellRun.values` of every run, in addition to those of the experiments' tables and claims."""
 
 
 class ManifestCell(ReadDocument):
@@ -186,7 +181,7 @@ def results_of(manifests: Mapping[str, SweepManifest], out: Path) -> dict[str, C
         SinklabError: see `found_runs`.
     """
     found = found_runs(out)
-    wanted = tuple(dict.fromkeys([*NUMBERS, *(name for one in manifests.values() for name in _quantities(one))]))
+    wanted = tuple(dict.fromkeys([*STORED, *(name for one in manifests.values() for name in _quantities(one))]))
     hashes: dict[str, dict[int, str]] = {}
     changes: dict[str, Mapping[str, object]] = {}
     for one in manifests.values():

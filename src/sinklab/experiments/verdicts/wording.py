@@ -5,14 +5,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from sinklab.experiments import claims
 from sinklab.experiments.documents import ReplicateKind
-from sinklab.experiments.quantities import Quantity, quantity
+from sinklab.experiments.quantities import quantity
 from sinklab.experiments.verdicts.counts import FEWEST, middle_and_ends, pairs_against, share_interval
 from sinklab.experiments.verdicts.kinds import Finding, UnmeasuredError, apart, moved
+from sinklab.measuring.registry import Metric
 from sinklab.measuring.statistics.highest import NO_SINK
 from sinklab.tables import plural
 
 
-def number(value: float, of: Quantity) -> str:
+def number(value: float, of: Metric) -> str:
     """Format a value of a quantity without its unit; a step that was never reached (infinity) becomes `never`.
 
     Percentages whose magnitude is at least 0.005 and below 1 have one more decimal than the quantity.
@@ -23,17 +24,17 @@ def number(value: float, of: Quantity) -> str:
     return f"{value:z.{decimals}f}"
 
 
-def unit(of: Quantity) -> str:
+def unit(of: Metric) -> str:
     """Return the unit to append to a value of a quantity, such as ` %`; empty for ratios and unitless numbers."""
     return {"x": "", "": ""}.get(of.unit, f" {of.unit}")
 
 
-def step_unit(of: Quantity) -> str:
+def step_unit(of: Metric) -> str:
     """Return the unit to append to a difference of two values: ` points` for percentages, else that of `unit`."""
     return {"%": " points"}.get(of.unit, unit(of))
 
 
-def each_seed(cell: str, values: Iterable[float], of: Quantity) -> str:
+def each_seed(cell: str, values: Iterable[float], of: Metric) -> str:
     """Format the values of a cell, one per seed: `softmax 12.1, 15.3, 9.8 %`."""
     return f"{cell} {', '.join(number(value, of) for value in values)}{unit(of)}"
 
@@ -56,7 +57,7 @@ def counted(held: Sequence[bool], noun: ReplicateKind) -> str:
     return f"{kept} of {n} {noun}s (95 % CI: {100 * low:.0f} to {100 * high:.0f} % of all {noun}s)"
 
 
-def difference(values: Sequence[float], of: Quantity, noun: ReplicateKind, what: str = "") -> str:
+def difference(values: Sequence[float], of: Metric, noun: ReplicateKind, what: str = "") -> str:
     """Return a sentence with the median of differences and, for several, their range (`middle_and_ends`).
 
     Example: `The median difference at the same seed is -26.7 points [-39.7, -15.7].`
@@ -75,7 +76,7 @@ def difference(values: Sequence[float], of: Quantity, noun: ReplicateKind, what:
     return f"{text}." if len(known) == 1 else f"{text} [{low}, {high}]."
 
 
-def bounds(check: claims.Within | claims.Differs, of: Quantity) -> str:
+def bounds(check: claims.Within | claims.Differs, of: Metric) -> str:
     """Format one or two bounds on a quantity: `at least 10 %`, `at least 10 and at most 20 %`."""
     parts = [f"at least {check.at_least:g}"] if check.at_least is not None else []
     parts += [f"at most {check.at_most:g}"] if check.at_most is not None else []

@@ -6,85 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, Field
-
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.files import parse_json, write_text
-from sinklab.schema import Ratio, ReadDocument
-
-
-class Evaluation(ReadDocument):
-    """One evaluation of a run. Values that are not recorded, not applicable or not finite are None or empty.
-
-    Sink rates in percent, `importance_first_heads` (alpha_1) and norm ratios are as in `Measurement`.
-
-    Attributes:
-        step: number of completed updates.
-        tokens: number of training tokens so far.
-        train_loss: mean cross-entropy over the updates since the previous evaluation, nats per token.
-        valid_loss: cross-entropy on held-out documents, nats per token.
-        valid_added_losses: weighted value of each auxiliary loss (`losses` of a recipe) on the same documents, by name.
-        sink_rate_heads: percent of the sequences in which the first position is a sink, by attention layer and head.
-        sink_rate_eps, sink_rate_visible_eps, sink_rate_bias_eps: Sink_1, `sink_rate_visible` of position 1, and
-            `sink_rate_bias` for the thresholds `metric.eps`, 0.2 and 0.4, by threshold ("0.3").
-        sink_rate_first_or_bias, sink_rate_first_or_bias_eps: sink rate of the attention to the first position and the
-            bias together, and by threshold.
-        importance_first_heads: alpha_1, mean over sequences, by attention layer and head (0..1).
-        dormant_heads: share of the queries t > 1 whose largest attention weight is on the first position or the bias
-            (`Measurement.dormant`), by attention layer and head (0..1).
-        key_norm_ratio, value_norm_ratio: norm of the first key (value) over the mean of the others, by layer.
-        lr: learning rate of the next update.
-        grad_norm: gradient norm of the last update, before clipping.
-        tokens_per_second: training throughput of all processes since the previous evaluation or the start of this
-            process; None without updates since then.
-        mfu: model FLOPs utilisation (0..1) in the same period; None if the peak FLOP/s is unknown.
-        stall_share: fraction of the same period in which rank 0 waited for batches (0..1).
-    """
-
-    model_config = ConfigDict(strict=True)
-
-    step: int = Field(ge=0)
-    tokens: int | float | None = None
-    train_loss: float | None = None
-    valid_loss: float | None = None
-    valid_added_losses: dict[str, float | None] | None = None
-    sink_rate: list[float | None] = Field(default_factory=list)
-    sink_rate_visible: list[float | None] | None = None
-    sink_rate_bias: float | None = None
-    sink_rate_heads: list[list[float | None]] | None = None
-    sink_rate_eps: dict[str, float | None] | None = None
-    sink_rate_visible_eps: dict[str, float | None] | None = None
-    sink_rate_bias_eps: dict[str, float | None] | None = None
-    sink_rate_first_or_bias: float | None = None
-    sink_rate_first_or_bias_eps: dict[str, float | None] | None = None
-    sink_rate_window_start: float | None = None
-    norm_ratio_before_norm: list[Ratio] | None = None
-    norm_ratio_sink_token: list[Ratio] | None = None
-    importance_first_heads: list[list[float | None]] | None = None
-    dormant_heads: list[list[float | None]] | None = None
-    hidden_norm_ratio: list[Ratio] = Field(default_factory=list)
-    key_norm_ratio: list[Ratio] | None = None
-    value_norm_ratio: list[Ratio] | None = None
-    lr: float | None = None
-    grad_norm: float | None = None
-    tokens_per_second: float | None = None
-    mfu: float | None = None
-    stall_share: float | None = None
-
-    @property
-    def rate_layers(self) -> list[float | None]:
-        """Maximum of `sink_rate_heads` by attention layer (%), None if unknown; empty without `sink_rate_heads`."""
-        return [highest_known(rates) for rates in self.sink_rate_heads or ()]
-
-    @property
-    def largest_norm_ratio(self) -> float | None:
-        """Maximum of `hidden_norm_ratio` before the first block and after every block; None if unknown."""
-        return max(self.hidden_norm_ratio, default=None)
-
-
-def highest_known(values: Sequence[float | None]) -> float | None:
-    """Return the maximum of the values that are not None; None if there are no such values."""
-    return max((one for one in values if one is not None), default=None)
+from sinklab.measuring.registry import Evaluation
 
 
 def rewrite_metrics(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
