@@ -28,7 +28,7 @@ from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 
 MANIFESTS = "asked"
 
-OF_MEASURED: Any = {"each": True, "against": True, "published": {"model"}, "claims": {"__all__": ONLY_MEASURED}}
+OF_MEASURED: Any = {"each": True, "scatter": True, "published": {"model"}, "claims": {"__all__": ONLY_MEASURED}}
 """Fields of experiments that apply only to existing models and are not written to manifests (pydantic's `exclude`)."""
 
 NUMBERS = (
