@@ -34,8 +34,9 @@ from torch import Tensor
 
 from benchmarks.timing import RESULTS, environment, in_turn, over_rounds
 from sinklab.assessing.assess_model import open_separable
-from sinklab.assessing.part import AssessPart, AssessText
+from sinklab.assessing.part import AssessText
 from sinklab.assessing.parts import PARTS, USUAL
+from sinklab.assessing.reading import PartInput
 from sinklab.assessing.settings import AssessOptions, AssessSettings, settings_for
 from sinklab.files import write_json
 from sinklab.models.adapter import Adapter
@@ -68,18 +69,19 @@ def bare(adapter: Adapter, tokens_NT: Tensor) -> None:
 
 def row(text: AssessText, name: str, settings: AssessSettings, rounds: int) -> dict[str, Any]:
     """Measure the cost of one part and return its row (see the module docstring), with the goals missed."""
-    job, done = PARTS[name].job(text, settings), list[AssessPart]()
-    with counted_tokens(text.model.adapter) as tokens:
-        done.append(job.run(lambda: None))
-    N, T = done[0].sequences, done[0].length
-    tokens_NT = text.sequences(N, T)
+    part, adapter = PARTS[name], text.model.adapter
+    tokens_NT, others_MT = part.text_size(settings).read(text)
+    given = PartInput(adapter, settings, tokens_NT, others_MT)
+    with counted_tokens(adapter) as tokens:
+        part.run(given)
+    N, T = tokens_NT.shape
+    passes = given.passes.done / N
     sides: dict[str, Callable[[], object]] = {
-        "forward": partial(bare, text.model.adapter, tokens_NT),
-        "part": partial(job.run, lambda: None),
+        "forward": partial(bare, adapter, tokens_NT),
+        "part": partial(part.run, given),
     }
     seconds = in_turn(sides, rounds, warm_up=0, clock=time.process_time)
     times = statistics.median(over_rounds(seconds, "part", "forward"))
-    passes = job.passes / N
     found = {
         "part": name,
         "sequences": N,

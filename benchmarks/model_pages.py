@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from sinklab.assessing.assessment import ASSESSMENT, Assessment, load_assessment
-from sinklab.assessing.part import AssessPart, DrawnEffect, Effect
+from sinklab.assessing.part import AssessPart
 from sinklab.assessing.parts.budgets import Budgets
 from sinklab.assessing.parts.eviction import Eviction
 from sinklab.assessing.parts.heads import Heads
@@ -24,6 +24,7 @@ from sinklab.assessing.parts.pruning import Pruning
 from sinklab.assessing.parts.quantisation import STATIC, Quantisation
 from sinklab.assessing.parts.streaming import Streaming
 from sinklab.assessing.parts.writer import WEIGHT, Writer
+from sinklab.assessing.reading import DrawnEffect, Effect
 from sinklab.measuring.answer import percent
 from sinklab.measuring.measurement import Measurement
 

@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from assessed import part_settings, small, some_tokens
+from assessed import part_settings, run_part, small, some_tokens
 from closeness import assert_close
 from families import family_tokens, pair_of
 
+from sinklab.assessing.cache_policies import KeyBudget
 from sinklab.assessing.parts import budgets
-from sinklab.assessing.parts.budgets import FRACTIONS, RestrictedHeads, assess_budgets
+from sinklab.assessing.parts.budgets import FRACTIONS, Budgets, RestrictedHeads
 from sinklab.assessing.parts.streaming import RollingCache
-from sinklab.assessing.reading import KeyHeads, PairedReader, changed_attention, key_heads
+from sinklab.assessing.reading import HeadSet, PairedReader, Passes, changed_attention, key_heads
 from sinklab.attention.layer_call import LayerCall
 from sinklab.measuring.api import measure
 from sinklab.models.adapter import adapt
@@ -43,21 +44,23 @@ def test_a_restricted_key_head_reads_as_under_a_mask_of_transformers(family: str
     added = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -1e9)
     with evaluating(eager), evaluating(model):
         expected = eager.base_model(tokens, attention_mask=added, use_cache=False).last_hidden_state
-        with changed_attention(adapter, RestrictedHeads(5, 2, frozenset({(1, restricted), (2, restricted)}))):
+        with changed_attention(
+            adapter, RestrictedHeads(KeyBudget(5, 2), frozenset({(1, restricted), (2, restricted)}))
+        ):
             found = adapter.hidden(tokens)
     assert_close(found, expected, 1e-6)
 
 
 def test_in_a_run_one_head_of_one_layer_is_restricted_and_the_others_are_not() -> None:
     one, outputs = small("grouped keys"), {}
-    edit = RestrictedHeads(6, 1, frozenset({(2, 1)}))
+    edit = RestrictedHeads(KeyBudget(6, 1), frozenset({(2, 1)}))
 
     def watch(layer: LayerCall) -> torch.Tensor:
         changed = edit(layer)
         outputs[layer.index] = layer, changed.output()
         return layer.output()
 
-    with evaluating(one.module), changed_attention(one, compute=watch):
+    with evaluating(one.module), changed_attention(one, watch):
         one.hidden(some_tokens())
     assert torch.equal(outputs[1][0].output(), outputs[1][1])
     layer, out = outputs[2]
@@ -85,13 +88,13 @@ def test_an_operation_that_counts_visible_keys_counts_them_separately_for_every_
     def watch(layer: LayerCall) -> torch.Tensor:
         whole, rolling = layer.output(), RollingCache(6, 1, in_cache=False)(layer).output()
         for head in range(4):
-            out = RestrictedHeads(6, 1, frozenset({(layer.index, head + 1)}))(layer).output()
+            out = RestrictedHeads(KeyBudget(6, 1), frozenset({(layer.index, head + 1)}))(layer).output()
             others = [other for other in range(4) if other != head]
             compared.append((out[:, head], rolling[:, head], whole[:, head]))
             assert_close(out[:, others], whole[:, others], 1e-12)
         return whole
 
-    with evaluating(one.module), changed_attention(one, compute=watch):
+    with evaluating(one.module), changed_attention(one, watch):
         one.hidden(some_tokens())
     for out, rolling, whole in compared:
         assert_close(out, rolling, 1e-12)
@@ -101,7 +104,7 @@ def test_an_operation_that_counts_visible_keys_counts_them_separately_for_every_
 def test_all_heads_restricted_is_a_rolling_cache() -> None:
     one, tokens = small("sink token"), some_tokens()
     reader = PairedReader(one, tokens)
-    both = (RestrictedHeads(6, 2, key_heads(one)), RollingCache(6, 2, in_cache=False))
+    both = (RestrictedHeads(KeyBudget(6, 2), key_heads(one)), RollingCache(6, 2, in_cache=False))
     restricted, rolling = (reader.under(edit).effect() for edit in both)
     assert restricted.kl == pytest.approx(rolling.kl)
 
@@ -119,10 +122,8 @@ def with_one_head(layer: int, head: int) -> Any:
 
 
 def test_the_one_head_that_matters_costs_all_and_with_all_its_keys_nothing_is_lost() -> None:
-    one, tokens, passes = with_one_head(2, 3), some_tokens(3, 24), []
-    found = assess_budgets(
-        one, tokens[:2], tokens[2:], part_settings(budgets=(4,), kept=(1,)), lambda: passes.append(1)
-    )
+    one, tokens, passes = with_one_head(2, 3), some_tokens(3, 24), Passes()
+    found = run_part(Budgets, one, tokens[:2], tokens[2:], part_settings(budgets=(4,), kept=(1,)), passes=passes)
     costs = {(row.layer, row.head): row.kl for row in found.heads}
     assert max(costs, key=costs.__getitem__) == (2, 3)
     assert sorted(costs.values())[:-1] == pytest.approx([0] * 7, abs=1e-12)
@@ -136,7 +137,7 @@ def test_the_one_head_that_matters_costs_all_and_with_all_its_keys_nothing_is_lo
         if row.policy == "one for all":
             assert row.kl > 1e-5
             assert row.keys == row.full * 24 + (1 - row.full) * 4
-    assert len(passes) == 2 * (2 + len(FRACTIONS) * 6) + 1 * (2 + 8)
+    assert passes.done == 2 * (2 + len(FRACTIONS) * 6) + 1 * (2 + 8)
     more = {row.what: row.more for row in found.rows()}
     quarter = sum(min(t, 9) for t in range(1, 25)) / 24, sum(0.25 * t + 0.75 * min(t, 4) for t in range(1, 25)) / 24
     assert more["one for all, 25 % full"] == f"9 keys per head at the end, {quarter[0]:.0f} on average"
@@ -144,12 +145,12 @@ def test_the_one_head_that_matters_costs_all_and_with_all_its_keys_nothing_is_lo
 
 
 def test_the_mean_number_of_keys_counts_whole_heads() -> None:
-    found = assess_budgets(
+    found = run_part(
+        Budgets,
         small("grouped keys"),  # 4 KV heads: an eighth of them is none
         some_tokens(1, 24),
         some_tokens(1, 24),
         part_settings(budgets=(4,), kept=(1,)),
-        lambda: None,
     )
     more = {row.what: row.more for row in found.rows()}
     assert more["by cost, 12.5 % full"] == "4 keys per head at the end, 4 on average"
@@ -158,12 +159,8 @@ def test_the_mean_number_of_keys_counts_whole_heads() -> None:
 
 
 def test_a_head_with_all_keys_has_those_of_the_leading_tokens_too() -> None:
-    found = assess_budgets(
-        small("sink token"),
-        some_tokens(1, 15),
-        some_tokens(1, 15),
-        part_settings(budgets=(4,), kept=(2,)),
-        lambda: None,
+    found = run_part(
+        Budgets, small("sink token"), some_tokens(1, 15), some_tokens(1, 15), part_settings(budgets=(4,), kept=(2,))
     )
     assert [row.keys for row in found.policies if row.policy == "one for all"] == [
         full * (15 + 1) + (1 - full) * 4 for full in FRACTIONS
@@ -173,9 +170,9 @@ def test_a_head_with_all_keys_has_those_of_the_leading_tokens_too() -> None:
 def test_sink_shares_are_the_importance_that_measuring_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     one, tokens = small("grouped keys"), some_tokens(3, 20)
     monkeypatch.setattr(budgets, "FRACTIONS", (0.5,))
-    full: list[KeyHeads] = []
-    monkeypatch.setattr(budgets, "RestrictedHeads", lambda *args: full.append(args[2]) or RestrictedHeads(*args))
-    found = assess_budgets(one, tokens[:2], tokens[2:], part_settings(budgets=(6,), kept=(1,)), lambda: None)
+    full: list[HeadSet] = []
+    monkeypatch.setattr(budgets, "RestrictedHeads", lambda *args: full.append(args[1]) or RestrictedHeads(*args))
+    found = run_part(Budgets, one, tokens[:2], tokens[2:], part_settings(budgets=(6,), kept=(1,)))
     alpha_NLH = measure(one.module, tokens[2:]).importance_first
     by_key_head = torch.as_tensor(alpha_NLH)[0].unflatten(1, (2, 2)).mean(-1).flatten().tolist()
     assert found.sink_shares == pytest.approx(by_key_head, rel=1e-5)
@@ -191,6 +188,6 @@ def test_no_operation_is_refused_and_a_head_with_all_keys_costs_nothing(operatio
     one = small(attention={"operation": {"kind": operation}})
     assert budgets.Budgets.refusal(one, None) is None  # type: ignore[arg-type]
     settings = [part_settings(budgets=(C,), kept=(1,)) for C in (4, 20)]
-    few, all_keys = (assess_budgets(one, some_tokens(1), some_tokens(1), given, lambda: None) for given in settings)
+    few, all_keys = (run_part(Budgets, one, some_tokens(1), some_tokens(1), given) for given in settings)
     assert min(row.kl for row in few.heads) > 1e-9
     assert [row.kl for row in all_keys.heads] == pytest.approx([0] * len(all_keys.heads), abs=1e-12)

@@ -1,22 +1,19 @@
 """Rolling caches and eviction in one pass give what a cache gives token by token."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
-from assessed import ASSESSED, small, some_tokens
+from assessed import ASSESSED, part_settings, run_part, small, some_tokens
 from closeness import assert_close
 from sampling import one_in
 from streaming_reference import Policy, distinct_keys, first_and_recent, heavy_hitters, latest_attention, streamed
 
-from sinklab.assessing.parts import eviction
-from sinklab.assessing.parts.eviction import (
-    keep_distinct_keys,
-    keep_heavy_hitters,
-    keep_latest_attention,
-    keep_random_keys,
-)
+from sinklab.assessing import cache_policies
+from sinklab.assessing.cache_policies import EVICTION, CachePolicy, KeyBudget, policies_of
+from sinklab.assessing.parts.budgets import Budgets
+from sinklab.assessing.parts.eviction import Eviction
+from sinklab.assessing.parts.prompt_cache import PromptCache
 from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.assessing.reading import PairedReader, changed_attention
 from sinklab.attention.layer_call import LayerCall
@@ -24,6 +21,11 @@ from sinklab.errors import InputError
 from sinklab.models.hooks import evaluating
 from sinklab.models.intercept import Edit
 from sinklab.models.native import NativeAdapter
+
+
+def evicting(policy: str, keys: int, first: int = 0, seed: int = 0) -> Edit:
+    (found,) = (one for one in policies_of(EVICTION) if one.name == policy)
+    return lambda layer: found.evict(layer, KeyBudget(keys, first, seed))
 
 
 def under(one: NativeAdapter, edit: Edit, tokens: torch.Tensor) -> torch.Tensor:
@@ -59,7 +61,7 @@ def test_positions_in_the_cache_are_others_than_those_in_the_text() -> None:
 def test_heavy_hitters_are_those_of_a_cache_that_is_kept_token_by_token(variant: str, budget: int, barred: int) -> None:
     compare(
         small(variant),
-        partial(keep_heavy_hitters, budget=budget, barred=barred),
+        evicting("heavy without sink", budget, barred),
         heavy_hitters(budget, barred),
         in_cache=False,
     )
@@ -68,7 +70,7 @@ def test_heavy_hitters_are_those_of_a_cache_that_is_kept_token_by_token(variant:
 @pytest.mark.parametrize("variant", ["softmax", "grouped keys", "sigmoid", "k biases", "sink token", "differential v2"])
 @pytest.mark.parametrize("budget", [6, 2])
 def test_keys_by_latest_attention_are_those_of_a_cache_that_is_kept_token_by_token(variant: str, budget: int) -> None:
-    compare(small(variant), partial(keep_latest_attention, budget=budget), latest_attention(budget), in_cache=False)
+    compare(small(variant), evicting("TOVA", budget), latest_attention(budget), in_cache=False)
 
 
 @pytest.mark.parametrize("variant", ["softmax", "grouped keys", "sigmoid", "k biases", "sink token"])
@@ -77,22 +79,22 @@ def test_distinct_keys_are_those_of_a_cache_that_is_kept_token_by_token(variant:
     one = small(variant)
     config = one.module.config
     turned = config.rotary_width if config.position.kind == "rotary" else 0
-    compare(one, partial(keep_distinct_keys, budget=budget), distinct_keys(budget, turned), in_cache=False)
+    compare(one, evicting("KeyDiff", budget), distinct_keys(budget, turned), in_cache=False)
 
 
 @pytest.mark.parametrize("variant", ["grouped keys", "k biases"])
 def test_where_all_attention_was_on_evicted_keys_heavy_hitters_are_computed_anew(
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eviction, "LEAST_SHARE", 2.0)
-    compare(small(variant), partial(keep_heavy_hitters, budget=6, barred=2), heavy_hitters(6, 2), in_cache=False)
+    monkeypatch.setattr(cache_policies, "LEAST_SHARE", 2.0)
+    compare(small(variant), evicting("heavy without sink", 6, 2), heavy_hitters(6, 2), in_cache=False)
 
 
 def test_a_cache_as_long_as_the_text_gives_the_ordinary_loss() -> None:
     reader = PairedReader(small(), some_tokens())
     before = reader.unchanged.effect()
-    whole = (partial(keep, budget=20) for keep in (keep_heavy_hitters, keep_latest_attention, keep_distinct_keys))
-    for edit in (RollingCache(20, 0), RollingCache(20, 4), *whole, partial(keep_random_keys, budget=20, seed=1)):
+    whole = (evicting(policy.name, 20, 4) for policy in policies_of(EVICTION))
+    for edit in (RollingCache(20, 0), RollingCache(20, 4), *whole):
         after = reader.under(edit).effect()
         assert after.loss == pytest.approx(before.loss, rel=1e-9)
         assert after.kl == pytest.approx(0, abs=1e-9)
@@ -103,7 +105,7 @@ def test_random_keys_keep_the_budget_and_never_take_a_key_back() -> None:
 
     def watch(layer: LayerCall) -> LayerCall:
         one_hot = torch.eye(layer.length, dtype=layer.value_BGSV.dtype).expand(*layer.value_BGSV.shape[:2], -1, -1)
-        seen.append(replace(keep_random_keys(layer, 6, seed=3), value_BGSV=one_hot).output() > 0)
+        seen.append(replace(evicting("random", 6, seed=3)(layer), value_BGSV=one_hot).output() > 0)
         return layer
 
     under(small(), watch, some_tokens())
@@ -116,12 +118,12 @@ def test_random_keys_keep_the_budget_and_never_take_a_key_back() -> None:
     assert not torch.equal(kept[0, 0], kept[0, 1]), "each group of heads draws its own"
 
 
-@pytest.mark.parametrize("edit", [partial(keep_heavy_hitters, budget=8), partial(keep_random_keys, budget=8, seed=1)])
+@pytest.mark.parametrize("edit", [evicting("heavy hitters", 8), evicting("random", 8, seed=1)])
 def test_keys_outside_a_window_do_not_occupy_the_cache(edit: Edit) -> None:
     one, tokens = small(attention={"mask": {"kind": "window", "width": 8}}), some_tokens()
     before = under(one, lambda layer: layer, tokens)
     assert_close(under(one, edit, tokens), before, 1e-9)
-    assert (under(one, partial(keep_heavy_hitters, budget=7), tokens) - before).abs().max() > 1e-3 * before.abs().max()
+    assert (under(one, evicting("heavy hitters", 7), tokens) - before).abs().max() > 1e-3 * before.abs().max()
 
 
 def test_kernels_with_rotary_positions_have_none_in_a_cache() -> None:
@@ -137,3 +139,24 @@ def test_of_a_hybrid_the_caches_of_layers_with_attention_roll_and_its_states_sta
     whole, short = (reader.under(RollingCache(size, 1)).effect() for size in (20, 4))
     assert whole.loss == pytest.approx(before.loss, rel=1e-9)
     assert short.kl > 1e-6
+
+
+def test_a_new_policy_is_one_entry_and_shows_up_in_all_three_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = CachePolicy(
+        "longest keys", lambda layer, size: lambda t, kept: layer.call.k_BGTD.norm(dim=-1)[..., : t + 1]
+    )
+    one, tokens, settings = small(), some_tokens(), part_settings(budgets=(4,), kept=(1,))
+    before = [run_part(part, one, tokens, tokens, settings) for part in (Eviction, PromptCache, Budgets)]
+    monkeypatch.setattr(cache_policies, "POLICIES", [*cache_policies.POLICIES, longest])
+    after = [run_part(part, one, tokens, tokens, settings) for part in (Eviction, PromptCache, Budgets)]
+    fields = ["policies", "methods", "policies"]
+    for field, part, more in zip(fields, before, after, strict=True):
+        new = [row for row in getattr(more, field) if row not in getattr(part, field)]
+        assert {getattr(row, "policy", None) or row.method for row in new} <= {
+            "longest keys",
+            "one for all, longest keys",
+        }
+        assert new
+        assert min(row.kl for row in new) > 1e-6
+        assert any("longest keys" in row.answer for row in more.rows())
+        assert any("longest keys" in point["series"] for point in more.figure().rows)

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from assessed import small, some_tokens
+from assessed import run_part, small, some_tokens
 from details_reference import captured
 from families import GROUPED, family_tokens, pair_of
 
-from sinklab.assessing.parts.heads import assess_heads, kind_of
+from sinklab.assessing.parts.heads import Heads, kind_of
 from sinklab.models.adapter import adapt
 from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 
@@ -41,7 +41,7 @@ def test_what_a_head_does_is_that_of_eager_matrices_and_values(family: str) -> N
     with torch.no_grad():
         matrices = [one.double() for one in eager(tokens, output_attentions=True).attentions]
     values = captured(eager, tokens).values
-    found = assess_heads(HuggingFaceAdapter(model), tokens, lambda: None)
+    found = run_part(Heads, HuggingFaceAdapter(model), tokens)
     assert found.sink == "first position"
     assert [(role.layer, role.head) for role in found.heads] == [(n, h) for n in (1, 2) for h in (1, 2, 3, 4)]
     for role in found.heads:
@@ -60,7 +60,7 @@ def test_a_rank_is_low_relative_to_the_heads_width_in_its_own_layer() -> None:
     torch.manual_seed(0)
     wider: dict[str, Any] = {"global_head_dim": 16, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0}
     config = hf.Gemma4TextConfig(**GROUPED, **wider, layer_types=["sliding_attention", "full_attention"])
-    found = assess_heads(adapt(hf.Gemma4ForCausalLM(config).eval()), family_tokens()[:2, :3], lambda: None)
+    found = run_part(Heads, adapt(hf.Gemma4ForCausalLM(config).eval()), family_tokens()[:2, :3])
     for role in found.heads:
         share = role.effective_rank / {1: 8, 2: 16}[role.layer]
         assert role.kind == kind_of(role.share, role.value_norm, role.output_share, share)
@@ -70,14 +70,14 @@ def test_a_rank_is_low_relative_to_the_heads_width_in_its_own_layer() -> None:
 
 def test_the_sink_of_a_model_with_biases_in_some_layers_names_both() -> None:
     mixed = small("sink logit", pattern={"every": 2, "bias": {"kind": "none"}})
-    assert assess_heads(mixed, some_tokens(), lambda: None).sink == "bias or first position"
+    assert run_part(Heads, mixed, some_tokens()).sink == "bias or first position"
 
 
 def test_a_sink_logit_is_the_sink_and_has_no_value() -> None:
     model, eager = pair_of(family := "gpt-oss, sinks and window 5")
     with torch.no_grad():
         matrices = eager(family_tokens(), output_attentions=True).attentions
-    found = assess_heads(HuggingFaceAdapter(model), family_tokens(), lambda: None)
+    found = run_part(Heads, HuggingFaceAdapter(model), family_tokens())
     assert found.sink == "bias"
     for role in found.heads:
         left = 1 - matrices[role.layer - 1][:, role.head - 1].sum(-1)

@@ -15,7 +15,7 @@ from families import GROUPED, LATENT, SMALL
 from foreign_streaming_reference import streamed_llama
 from streaming_reference import first_and_recent
 
-from sinklab.assessing.parts.eviction import keep_heavy_hitters
+from sinklab.assessing.cache_policies import EVICTION, KeyBudget, policies_of
 from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.assessing.reading import PairedReader, changed_attention
 from sinklab.export.directory import write_directory
@@ -110,7 +110,8 @@ def test_learned_positions_are_fixed_and_end() -> None:
 def test_a_whole_cache_changes_nothing(name: str) -> None:
     reader = PairedReader(HuggingFaceAdapter(made(name)), some_tokens(vocabulary=64))
     before = reader.unchanged.effect()
-    for edit in (RollingCache(20, 0), RollingCache(20, 3, in_cache=False), partial(keep_heavy_hitters, budget=20)):
+    evictions = [partial(policy.evict, size=KeyBudget(20)) for policy in policies_of(EVICTION)]
+    for edit in (RollingCache(20, 0), RollingCache(20, 3, in_cache=False), *evictions):
         assert reader.under(edit).effect().loss == pytest.approx(before.loss, rel=1e-5)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from assessed import part_settings, small, some_tokens
+from assessed import part_settings, run_part, small, some_tokens
 from closeness import assert_close
 from families import GROUPED, family_tokens, pair_of
 from torch import nn
@@ -17,12 +17,11 @@ from sinklab.assessing.parts import PARTS, USUAL, kv_cache
 from sinklab.assessing.parts.kv_cache import (
     KVCache,
     RoundedCache,
-    assess_kv_cache,
     last_linear_layers,
     outliers_and_sinks,
     rounded_in_groups,
 )
-from sinklab.assessing.reading import PairedReader, changed_attention, key_heads
+from sinklab.assessing.reading import PairedReader, Passes, changed_attention, key_heads
 from sinklab.assessing.settings import AssessOptions, settings_for
 from sinklab.errors import InputError
 from sinklab.models.adapter import adapt
@@ -151,7 +150,7 @@ def test_a_residual_is_that_of_kivis_cache_token_by_token(
     adapter, cache = adapt(model), KiviCache(2, residual, 4)
     with evaluating(model):
         parts = [model.base_model(x, past_key_values=cache, use_cache=True) for x in tokens.split(1, dim=1)]
-        with changed_attention(adapter, compute=RoundedCache(2, residual=residual).output):
+        with changed_attention(adapter, RoundedCache(2, residual=residual).output):
             found = adapter.hidden(tokens)
         with changed_attention(adapter, RoundedCache(2)):
             without = adapter.hidden(tokens)
@@ -163,7 +162,7 @@ def test_a_residual_is_that_of_kivis_cache_token_by_token(
 def test_a_residual_as_long_as_the_text_rounds_nothing(variant: str) -> None:
     one, tokens = small(variant), some_tokens(2, 20)
     for edit in (RoundedCache(2, residual=32), RoundedCache(40, residual=8)):  # of 40 bits, nothing is lost either
-        read = PairedReader(one, tokens).under(compute=edit.output).effect()
+        read = PairedReader(one, tokens).under(edit.output).effect()
         assert read.kl == pytest.approx(0, abs=1e-9)
 
 
@@ -171,7 +170,7 @@ def test_a_residual_lowers_the_cost_and_is_in_the_result(monkeypatch: pytest.Mon
     monkeypatch.setattr(kv_cache, "BITS", (2,))
     one, tokens = small(), some_tokens(3, 32)
     settings = [part_settings().model_copy(update={"residual": R}) for R in (0, 8)]  # of the command, multiples of 32
-    plain, recent = (assess_kv_cache(one, tokens[:2], tokens[2:], given, lambda: None) for given in settings)
+    plain, recent = (run_part(KVCache, one, tokens[:2], tokens[2:], given) for given in settings)
     assert recent.settings[0].everything.kl < plain.settings[0].everything.kl
     assert "residual" not in plain.model_dump()
     assert recent.model_dump()["residual"] == 8
@@ -207,7 +206,7 @@ def with_a_loud_first_token(tokens: torch.Tensor) -> Any:
 
 def test_a_loud_first_token_is_what_rounding_costs() -> None:
     tokens = some_tokens(3, 20)
-    found = assess_kv_cache(with_a_loud_first_token(tokens), tokens[:2], tokens[2:], part_settings(), lambda: None)
+    found = run_part(KVCache, with_a_loud_first_token(tokens), tokens[:2], tokens[2:])
     assert [row.bits for row in found.settings] == [8, 4, 3, 2]
     for row in found.settings:
         assert row.due_to_sink == pytest.approx(row.everything.loss - row.first_spared.loss)
@@ -218,8 +217,7 @@ def test_a_loud_first_token_is_what_rounding_costs() -> None:
 def test_losses_of_a_rounded_cache_are_means_of_draws_and_the_first_is_unchanged() -> None:
     one, tokens = small(), some_tokens(3, 40)
     found, alone = (
-        assess_kv_cache(one, tokens[:2], tokens[2:], part_settings(quick=quick), lambda: None)
-        for quick in (False, True)
+        run_part(KVCache, one, tokens[:2], tokens[2:], part_settings(quick=quick)) for quick in (False, True)
     )
     assert found.unchanged == alone.unchanged
     assert found.heads == alone.heads
@@ -292,7 +290,7 @@ def test_an_outlier_of_the_output_of_a_block_is_none() -> None:
 def test_experts_have_no_outliers() -> None:
     config = hf.MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2)
     adapter, tokens = adapt(hf.AutoModelForCausalLM.from_config(config)), family_tokens()
-    found = assess_kv_cache(adapter, tokens[:2], tokens[2:3], part_settings(), lambda: None)
+    found = run_part(KVCache, adapter, tokens[:2], tokens[2:3])
     assert found.outliers is None
     assert found.settings[0].outliers_spared is None
     assert not any("outliers" in row.what for row in found.rows())
@@ -329,7 +327,7 @@ def test_a_learned_token_is_a_sink_by_its_own_importance(monkeypatch: pytest.Mon
     one, tokens = small("sink token"), some_tokens(3, 12)
     for eps, expected in ((0.05, True), (0.95, False)):
         monkeypatch.setattr(kv_cache, "SINK_EPS", eps)
-        found = assess_kv_cache(one, tokens[:2], tokens[2:], part_settings(), lambda: None)
+        found = run_part(KVCache, one, tokens[:2], tokens[2:])
         assert [0 in some for some in found.sinks] == [expected, expected]
 
 
@@ -338,7 +336,7 @@ def test_the_found_positions_of_each_sequence_are_spared_and_named(monkeypatch: 
     pairs = iter([(frozenset({0, 6}), frozenset({4})), (frozenset({6}), frozenset({1, 2, 5, 7, 9}))])
     monkeypatch.setattr(kv_cache, "outliers_and_sinks", lambda reader: next(pairs))
     monkeypatch.setattr(kv_cache, "BITS", (2,))
-    found = assess_kv_cache(one, tokens[:2], tokens[2:], part_settings(), lambda: None)
+    found = run_part(KVCache, one, tokens[:2], tokens[2:])
     outliers, sinks = [[1, 7], [7]], [[5], [2, 3, 6, 8, 10]]
     assert (found.outliers, found.sinks) == (outliers, sinks)
     for effect, sets in (
@@ -359,7 +357,7 @@ def test_the_found_positions_of_each_sequence_are_spared_and_named(monkeypatch: 
 
 def test_random_heads_are_the_mean_of_three_draws() -> None:
     one, tokens = small(), some_tokens(3, 20)
-    found = assess_kv_cache(one, tokens[:2], tokens[2:], part_settings(seed=7), lambda: None)
+    found = run_part(KVCache, one, tokens[:2], tokens[2:], part_settings(seed=7))
     names, draw = sorted(key_heads(one)), random.Random(7)
     losses = [
         PairedReader(one, tokens[:2])
@@ -380,12 +378,12 @@ def test_random_heads_are_the_mean_of_three_draws() -> None:
 def test_heads_are_rounded_one_at_a_time_and_the_dearest_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     one, tokens = small("grouped keys"), some_tokens(3, 20)
     assert key_heads(one) == {(1, 1), (1, 2), (2, 1), (2, 2)}
-    passes = []
-    found = assess_kv_cache(one, tokens[:2], tokens[2:], part_settings(quick=True), lambda: passes.append(1))
+    passes = Passes()
+    found = run_part(KVCache, one, tokens[:2], tokens[2:], part_settings(quick=True), passes=passes)
     assert (found.outliers, found.sinks) == ([[], []], [[4], [10]])  # no outliers: as with no position spared
     draw = random.Random(0)
     drawn = {name for _ in range(3) for name in draw.sample(sorted(key_heads(one)), 1)}
-    assert len(passes) == 2 * (2 + 3 * 4 + len({*found.exempt, *drawn})) + 1 + 4
+    assert passes.done == 2 * (2 + 3 * 4 + len({*found.exempt, *drawn})) + 1 + 4
     reader = PairedReader(one, tokens[2:])
     for row in found.heads:
         alone = reader.under(RoundedCache(2, heads=frozenset({(row.layer, row.head)}))).effect()
@@ -397,13 +395,13 @@ def test_heads_are_rounded_one_at_a_time_and_the_dearest_are_left_out(monkeypatc
         PairedReader(one, tokens[:2]).under(RoundedCache(2, heads=others)).effect().kl
     )
     monkeypatch.setattr(kv_cache, "BITS", (40,))
-    exact = assess_kv_cache(one, tokens[:2], tokens[2:], part_settings(quick=True), lambda: None)
+    exact = run_part(KVCache, one, tokens[:2], tokens[2:], part_settings(quick=True))
     assert exact.settings[0].everything.kl == pytest.approx(0, abs=1e-9)
 
 
 def test_a_learned_token_in_front_is_spared_with_the_first() -> None:
     one, tokens = small("sink token"), some_tokens(3, 12)
-    found = assess_kv_cache(one, tokens[:2], tokens[2:], part_settings(), lambda: None)
+    found = run_part(KVCache, one, tokens[:2], tokens[2:])
     assert found.sink_positions == 2
     assert found.settings[-1].first_spared.kl != found.settings[-1].everything.kl
 

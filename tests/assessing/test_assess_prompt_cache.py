@@ -8,26 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from assessed import ASSESSED, part_settings, small, some_tokens
+from assessed import ASSESSED, part_settings, run_part, small, some_tokens
 from closeness import assert_close
 from families import GROUPED
 from sampling import one_in
 from torch import Tensor
 
-from sinklab.assessing.parts.prompt_cache import (
-    METHODS,
-    KeyScore,
-    PromptCache,
-    PromptKeys,
-    assess_prompt_cache,
-    chance,
-    distinctness,
-    latest,
-    latest_attention,
-    observed_attention,
-    small_norm,
-)
-from sinklab.assessing.reading import PairedReader, changed_attention, refused
+from sinklab.assessing.cache_policies import PROMPT as PROMPTS
+from sinklab.assessing.cache_policies import KeyBudget, policies_of
+from sinklab.assessing.parts.prompt_cache import PromptCache, PromptKeys
+from sinklab.assessing.reading import PairedReader, Passes, changed_attention, refused
 from sinklab.attention.masks import Dense
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating
@@ -68,17 +58,20 @@ def keydiff(keys: Tensor, attention: Tensor) -> Tensor:
     return -(keys * anchor).sum(-1) / keys.norm(dim=-1) / anchor.norm(dim=-1)
 
 
-RULES: dict[str, tuple[KeyScore, Rule]] = {
-    "first 2 and recent": (partial(latest, first=2), lambda k, a: torch.tensor([99, 99, *range(8)]).expand(len(k), -1)),
-    "SnapKV": (partial(observed_attention, window=2), partial(snapkv, window=2)),
-    "SnapKV without sink": (
-        partial(observed_attention, window=2, barred=3),
-        partial(snapkv, window=2, barred=3),
-    ),
-    "TOVA": (latest_attention, tova),
-    "KeyDiff": (distinctness, keydiff),
-    "key norm": (small_norm, lambda k, a: -k.norm(dim=-1)),
+RULES: dict[str, tuple[int, Rule]] = {
+    "first and recent": (2, lambda k, a: torch.tensor([99, 99, *range(8)]).expand(len(k), -1)),
+    "SnapKV": (3, partial(snapkv, window=2)),
+    "SnapKV without sink": (3, partial(snapkv, window=2, barred=3)),
+    "TOVA": (3, tova),
+    "KeyDiff": (3, keydiff),
+    "key norm": (3, lambda k, a: -k.norm(dim=-1)),
 }
+"""Number of first keys that the policy keeps or bars, and its rule."""
+
+
+def prompt_keys(policy: str, keys: int, first: int = 0, seed: int = 0) -> PromptKeys:
+    (found,) = (one for one in policies_of(PROMPTS) if one.name == policy)
+    return PromptKeys(found, KeyBudget(keys, first, seed))
 
 
 def continued(model: Any, tokens: Tensor, rule: Rule, budget: int) -> tuple[Tensor, list[Tensor]]:
@@ -107,27 +100,26 @@ def test_the_continuation_is_that_of_a_cache_without_the_other_keys(name: str, c
     with torch.no_grad():
         for parameter in model.parameters():  # attention and norms that differ between keys
             parameter.mul_(3 if parameter.ndim > 1 else 0.5 + torch.rand_like(parameter))
-    score, rule = RULES[name]
+    first, rule = RULES[name]
     tokens = some_tokens(2, LENGTH, vocabulary=60) + 3  # some special tokens have an embedding of zeros
-    edit = PromptKeys(4, score)
+    edit = prompt_keys(name, 4, first)
     with torch.no_grad():
         expected = [continued(model, row, rule, 4) for row in tokens]
     found = under(HuggingFaceAdapter(model), edit, tokens)
     assert_close(found[:, PROMPT:], torch.stack([states for states, _ in expected]), 1e-5)
-    first = torch.stack([torch.stack([(layer == 0).any(-1) for layer in kept], 0) for _, kept in expected], 1)
-    assert torch.equal(torch.stack(edit.first_kept), first)
+    kept_first = torch.stack([torch.stack([(layer == 0).any(-1) for layer in kept], 0) for _, kept in expected], 1)
+    assert torch.equal(torch.stack(edit.first_kept), kept_first)
 
 
 @pytest.mark.parametrize("variant", one_in(2, ASSESSED))
 def test_all_keys_of_the_prompt_change_nothing(variant: str) -> None:
     one, tokens = small(variant), some_tokens()
     reader = PairedReader(one, tokens)
-    window = PROMPT // 2
-    for score in (latest, partial(observed_attention, window=window), latest_attention, distinctness, small_norm):
+    for policy in policies_of(PROMPTS):
         P = PROMPT + one.leading
-        after = reader.under(PromptKeys(P, score)).effect()
+        after = reader.under(PromptKeys(policy, KeyBudget(P))).effect()
         assert after.loss == pytest.approx(reader.unchanged.effect().loss, rel=1e-9)
-        fewer = reader.under(PromptKeys(2, score))
+        fewer = reader.under(PromptKeys(policy, KeyBudget(2)))
         assert fewer.effect(start=PROMPT + 2).kl > 1e-6
         assert fewer.effect(stop=PROMPT + 2).kl == pytest.approx(0, abs=1e-12)
 
@@ -136,7 +128,7 @@ def test_random_keys_are_as_many_as_the_budget_and_include_the_latest() -> None:
     seen: list[Tensor] = []
 
     def watch(layer: Any) -> Any:
-        changed = PromptKeys(6, partial(chance, window=3, seed=1))(layer)
+        changed = prompt_keys("random", 6, seed=1)(layer)
         seen.append(changed.call.mask.block(0, LENGTH, 0, LENGTH, torch.device("cpu")))
         return layer
 
@@ -154,7 +146,7 @@ def test_random_keys_are_as_many_as_the_budget_and_include_the_latest() -> None:
 
 def test_keys_outside_a_window_are_not_kept() -> None:
     one, tokens = small(attention={"mask": {"kind": "window", "width": 4}}), some_tokens()
-    edit = PromptKeys(4, small_norm)
+    edit = prompt_keys("key norm", 4)
     assert_close(under(one, edit, tokens), under(one, None, tokens), 1e-9)
     assert edit.first_kept == []
 
@@ -163,7 +155,7 @@ def test_a_window_is_filled_with_the_keys_of_the_prompt_that_it_shows() -> None:
     seen: list[Tensor] = []
 
     def watch(layer: Any) -> Any:
-        edit = PromptKeys(3, small_norm)
+        edit = prompt_keys("key norm", 3)
         changed = edit(layer)
         seen.append(changed.call.mask.block(0, LENGTH, 0, LENGTH, torch.device("cpu"))[:, :, PROMPT, :PROMPT])
         assert edit.first_kept == []
@@ -177,7 +169,7 @@ def test_a_window_is_filled_with_the_keys_of_the_prompt_that_it_shows() -> None:
 
 def test_the_first_key_is_a_learned_token_if_there_is_one() -> None:
     one, tokens = small("sink token"), some_tokens()
-    edit = PromptKeys(2, partial(latest, first=1))
+    edit = prompt_keys("first and recent", 2, 1)
     after = under(one, edit, tokens)
     assert all(bool(kept.all()) for kept in edit.first_kept)
 
@@ -199,7 +191,7 @@ def test_prompts_without_more_keys_than_the_budget_are_refused() -> None:
 
 def test_a_part_in_whose_layers_nobody_sees_the_first_key_says_nothing_about_it() -> None:
     one = small(attention={"mask": {"kind": "window", "width": 4}})
-    found = assess_prompt_cache(one, some_tokens(), part_settings(budgets=(2,)), lambda: None)
+    found = run_part(PromptCache, one, some_tokens(), part_settings(budgets=(2,)))
     assert {row.first_kept for row in found.methods} == {None}
     assert {row["first_kept"] for row in found.figure().rows} == {None}
     assert all("first key" not in row.more for row in found.rows())
@@ -207,14 +199,14 @@ def test_a_part_in_whose_layers_nobody_sees_the_first_key_says_nothing_about_it(
 
 def test_queries_that_see_later_keys_are_refused() -> None:
     one = small(attention={"mask": {"kind": "prefix", "length": 4}})
-    assert refused(one, PromptKeys(1, latest)) == "queries attend to later keys, so the prompt cannot be read alone"
+    assert refused(one, prompt_keys("recent", 1)) == "queries attend to later keys, so the prompt cannot be read alone"
 
 
 def test_the_part_has_every_method_at_every_budget() -> None:
-    steps: list[int] = []
-    found = assess_prompt_cache(small(), some_tokens(), part_settings(budgets=(3, 5, PROMPT)), lambda: steps.append(1))
-    assert len(found.methods) == 2 * METHODS
-    assert len(steps) == 2 * (1 + 2 * METHODS)
+    steps = Passes()
+    found = run_part(PromptCache, small(), some_tokens(), part_settings(budgets=(3, 5, PROMPT)), passes=steps)
+    assert len(found.methods) == 2 * len(policies_of(PROMPTS))
+    assert steps.done == 2 * (1 + 2 * len(policies_of(PROMPTS)))
     by_name = {(one.method, one.budget): one for one in found.methods}
     assert by_name["recent", 3].first_kept == 0
     assert by_name["first and recent", 3].first_kept == 1

@@ -6,23 +6,23 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from assessed import part_settings, small, some_tokens
+from assessed import run_part, small, some_tokens
 from closeness import assert_close
 from families import family_tokens, pair_of
 
 from sinklab.assessing.parts import pruning
-from sinklab.assessing.parts.heads import assess_heads
-from sinklab.assessing.parts.pruning import Pruning, QueryHeads, WithoutHeads, assess_pruning
-from sinklab.assessing.reading import PairedReader, changed_attention
+from sinklab.assessing.parts.heads import Heads
+from sinklab.assessing.parts.pruning import Pruning, WithoutHeads
+from sinklab.assessing.reading import HeadSet, PairedReader, Passes, changed_attention
 from sinklab.models.adapter import Adapter, adapt
 from sinklab.models.hooks import evaluating
 
-REMOVED: QueryHeads = frozenset({(1, 2), (2, 1), (2, 4)})
+REMOVED: HeadSet = frozenset({(1, 2), (2, 1), (2, 4)})
 
 
 def without(adapter: Adapter) -> torch.Tensor:
     tokens = family_tokens()
-    with evaluating(adapter.module), changed_attention(adapter, compute=WithoutHeads(REMOVED)):
+    with evaluating(adapter.module), changed_attention(adapter, WithoutHeads(REMOVED)):
         return adapter.hidden(tokens)
 
 
@@ -44,7 +44,7 @@ def test_a_removed_head_has_a_slice_of_zeros_in_the_output_map(family: str) -> N
 @pytest.mark.parametrize("variant", ["softmax", "grouped keys", "gate", "sigmoid", "sink token"])
 def test_so_it_has_in_a_run(variant: str) -> None:
     one, tokens = small(variant), some_tokens()
-    found = PairedReader(one, tokens).under(compute=WithoutHeads(REMOVED)).effect()
+    found = PairedReader(one, tokens).under(WithoutHeads(REMOVED)).effect()
     with torch.no_grad():
         for layer, head in REMOVED:
             one.module.blocks[layer - 1].attention.out.weight[:, 8 * (head - 1) : 8 * head] = 0  # type: ignore[union-attr, index]
@@ -56,27 +56,27 @@ def test_heads_that_put_out_nothing_cost_nothing_and_others_do() -> None:
     with torch.no_grad():
         for block in one.blocks:
             block.attention.out.weight[:] = 0  # type: ignore[union-attr, index]
-    found = assess_pruning(one, tokens, part_settings(), lambda: None)
+    found = run_part(Pruning, one, tokens)
     assert {row.kl for row in found.orders} == {0.0}
-    assert max(row.kl for row in assess_pruning(small(), tokens, part_settings(), lambda: None).orders) > 0.01
+    assert max(row.kl for row in run_part(Pruning, small(), tokens).orders) > 0.01
 
 
 class Recorded(WithoutHeads):
     """Keeps which heads were removed."""
 
-    seen: ClassVar[list[QueryHeads]] = []
+    seen: ClassVar[list[HeadSet]] = []
 
-    def __init__(self, heads: QueryHeads) -> None:
+    def __init__(self, heads: HeadSet) -> None:
         super().__init__(heads)
         self.seen.append(heads)
 
 
 def test_each_order_removes_the_heads_that_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, tokens, passes = small(layers=4), some_tokens(), []
+    one, tokens, passes = small(layers=4), some_tokens(), Passes()
     monkeypatch.setattr(pruning, "WithoutHeads", Recorded)
     Recorded.seen.clear()
-    found = assess_pruning(one, tokens, part_settings(), lambda: passes.append(1))
-    shares = {(role.layer, role.head): role.share for role in assess_heads(one, tokens, lambda: None).heads}
+    found = run_part(Pruning, one, tokens, passes=passes)
+    shares = {(role.layer, role.head): role.share for role in run_part(Heads, one, tokens).heads}
     falling = sorted(shares, key=lambda head: -shares[head])
     drawn, layers = iter(Recorded.seen), Counter[int]()
     assert found.total == 16
@@ -94,16 +94,16 @@ def test_each_order_removes_the_heads_that_it_says(monkeypatch: pytest.MonkeyPat
         if row.order == "same layers":
             assert all(Counter(layer for layer, _ in heads) == layers for heads in sets)
         assert row.loss == pytest.approx(sum(row.losses) / len(row.losses))
-    assert len(passes) == 2 * (3 + len(Recorded.seen))
+    assert passes.done == 2 * (3 + len(Recorded.seen))
 
 
 def test_all_heads_of_a_kind_are_removed_against_as_many_random_ones() -> None:
     one, tokens = small("sink logit"), some_tokens()  # a bias has no value: its heads are no-ops
     with torch.no_grad():
         one.cores[0].bias.logit.fill_(4)  # type: ignore[union-attr, operator]
-    kinds = Counter(role.kind for role in assess_heads(one, tokens, lambda: None).heads)
+    kinds = Counter(role.kind for role in run_part(Heads, one, tokens).heads)
     assert kinds["nop"] >= 4
-    found = {row.order: row for row in assess_pruning(one, tokens, part_settings(), lambda: None).kinds}
+    found = {row.order: row for row in run_part(Pruning, one, tokens).kinds}
     assert set(found) == {"all nop", "as many random as nop"}
     assert {row.heads for row in found.values()} == {kinds["nop"]}
 

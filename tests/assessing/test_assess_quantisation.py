@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from assessed import ASSESSED, part_settings, small, some_tokens
+from assessed import ASSESSED, part_settings, run_part, small, some_tokens
 from closeness import assert_close
 from families import GROUPED
 
@@ -16,7 +16,6 @@ from sinklab.assessing.parts.quantisation import (
     LinearMap,
     Quantisation,
     Rounding,
-    assess_quantisation,
     linear_maps,
     on_grid,
     outliers_by_block,
@@ -204,7 +203,7 @@ def test_all_maps_of_the_blocks_are_quantised_and_put_back() -> None:
     maps = linear_maps(one.blocks)
     assert len(maps) == 2 * (1 + 1 + 1 + 2)  # qkv, gate, out, and the two of the feed-forward part
     before = [one.weight.clone() for one in maps]
-    found = assess_quantisation(one, TOKENS, OTHERS, part_settings(), lambda: None)
+    found = run_part(Quantisation, one, TOKENS, OTHERS)
     assert all(torch.equal(a, b.weight) for a, b in zip(before, maps, strict=True))
     assert [setting.name for setting in found.settings][-1] == "nvfp4"
     for setting in found.settings:
@@ -223,7 +222,7 @@ def test_a_sink_position_with_huge_activations_is_what_shared_scales_cost() -> N
         embedding.weight[23, 0] = 3e4  # one channel, so that norms leave the others at the first position alone
         for block in one.blocks:
             block.ffn_norm.weight[0] *= 30  # type: ignore[index, union-attr, operator]
-    found = {row.name: row for row in assess_quantisation(one, tokens, tokens, part_settings(), lambda: None).settings}
+    found = {row.name: row for row in run_part(Quantisation, one, tokens, tokens).settings}
     per_tensor, per_token = found["int8 dynamic per tensor"], found["int8 per token"]
     assert per_tensor.everything.kl > 10 * per_token.everything.kl
     assert per_tensor.without_sink.kl < per_tensor.everything.kl / 3
@@ -281,9 +280,9 @@ def test_opt_is_quantised_although_it_flattens_its_sequences() -> None:
         found = one.hidden(TOKENS)
     assert_close(found[:, :-1], expected[:, :-1], 1e-12)
     assert not torch.allclose(found[:, -1], expected[:, -1], atol=1e-6)
-    assessed = assess_quantisation(one, TOKENS, OTHERS, part_settings(), lambda: None)
-    alone = assess_quantisation(one, TOKENS[:1], OTHERS, part_settings(), lambda: None)
-    other = assess_quantisation(one, TOKENS[1:], OTHERS, part_settings(), lambda: None)
+    assessed = run_part(Quantisation, one, TOKENS, OTHERS, part_settings())
+    alone = run_part(Quantisation, one, TOKENS[:1], OTHERS)
+    other = run_part(Quantisation, one, TOKENS[1:], OTHERS)
     for both, *each in zip(assessed.settings, alone.settings, other.settings, strict=True):
         assert both.without_sink.loss == pytest.approx(sum(row.without_sink.loss for row in each) / 2)
 
@@ -331,8 +330,8 @@ def test_own_models_are_not_refused(variant: str) -> None:
 
 def test_rounded_activations_are_the_mean_of_draws_and_the_first_is_unchanged() -> None:
     one = small()
-    found = assess_quantisation(one, TOKENS, OTHERS, part_settings(), lambda: None)
-    alone = assess_quantisation(one, TOKENS, OTHERS, part_settings(quick=True), lambda: None)
+    found = run_part(Quantisation, one, TOKENS, OTHERS)
+    alone = run_part(Quantisation, one, TOKENS, OTHERS, part_settings(quick=True))
     for three, single in zip(found.settings, alone.settings, strict=True):
         assert single.draws is None
         if three.name == "int4 weights":

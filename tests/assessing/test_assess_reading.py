@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 import transformers as hf
-from assessed import CONTEXT, VOCABULARY, part_settings, small, some_tokens
+from assessed import CONTEXT, VOCABULARY, part_settings, run_part, small, some_tokens
 from closeness import assert_close
 from families import GROUPED
 
 from sinklab.assessing import reading
-from sinklab.assessing.parts.length import assess_length
-from sinklab.assessing.parts.streaming import RollingCache, assess_streaming
-from sinklab.assessing.reading import ByPosition, PairedReader, changed_attention
+from sinklab.assessing.parts.length import LossByLength
+from sinklab.assessing.parts.streaming import RollingCache, Streaming
+from sinklab.assessing.reading import ByPosition, PairedReader, Passes, changed_attention
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import SinklabError
 from sinklab.models.adapter import Adapter
@@ -92,7 +92,7 @@ def test_an_effect_is_the_mean_over_the_targets_of_a_bucket() -> None:
 
 def test_perplexity_is_the_exponential_of_the_loss() -> None:
     settings = part_settings(caches=(4, 8), kept=(0, 1, 4))
-    found = assess_streaming(small(), some_tokens(), settings, lambda: None)
+    found = run_part(Streaming, small(), some_tokens(), settings)
     assert [(row.cache, row.first) for row in found.caches] == [(4, 0), (4, 1), (8, 0), (8, 1), (8, 4)]
     for row in found.caches:
         assert row.perplexity is not None
@@ -113,7 +113,7 @@ def test_beyond_the_context_the_unchanged_model_reads_windows_of_it() -> None:
 
 def test_loss_beyond_the_context_stands_beside_that_within_it() -> None:
     one, tokens = small(), some_tokens(2, 2 * CONTEXT)
-    found = assess_length(one, tokens, lambda: None)
+    found = run_part(LossByLength, one, tokens)
     assert [found.buckets[0].start, found.buckets[-1].stop] == [2, 2 * CONTEXT + 1]
     whole = PairedReader(one, tokens).under()
     for before, after in zip(found.buckets, found.buckets[1:], strict=False):
@@ -138,10 +138,10 @@ def test_the_first_window_is_taken_from_the_whole_text_unless_its_rope_depends_o
     config = hf.LlamaConfig(**{**GROUPED, "max_position_embeddings": CONTEXT, "rope_parameters": rope})
     model = hf.AutoModelForCausalLM.from_config(config).eval().double()
     one, tokens = HuggingFaceAdapter(model), some_tokens(1, 2 * CONTEXT, vocabulary=64)
-    apart, passed, counted = PairedReader(one, tokens), [], []
+    apart, passes, counted = PairedReader(one, tokens), Passes(), []
     with hooked([model.model.layers[0].register_forward_hook(lambda _, args, __: counted.append(args[0].shape[1]))]):
-        reader = PairedReader(one, tokens, lambda: passed.append(1), whole=True)
-    assert (sum(counted), len(passed)) == (read * CONTEXT, 2)
+        reader = PairedReader(one, tokens, passes, whole=True)
+    assert (sum(counted), passes.done) == (read * CONTEXT, 2)
     assert reader.whole is not None
     for found, expected in ((reader.unchanged, apart.unchanged), (reader.whole, apart.under())):
         assert_close(found.loss_NP, expected.loss_NP, 1e-12)
@@ -161,4 +161,4 @@ def test_a_change_that_computes_nan_is_an_error() -> None:
         return layer.output() * torch.nan
 
     with pytest.raises(SinklabError, match="NaN"):
-        PairedReader(small(), some_tokens()).under(compute=broken).effect()
+        PairedReader(small(), some_tokens()).under(broken).effect()

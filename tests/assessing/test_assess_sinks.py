@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from assessed import part_settings, small, some_tokens
+from assessed import run_part, small, some_tokens
 from closeness import assert_close
 
 from sinklab.assessing.parts import key_ablations
-from sinklab.assessing.parts.heads import assess_heads, effective_rank, kind_of
-from sinklab.assessing.parts.key_ablations import Keys, SelectedKeys, ablate_keys
+from sinklab.assessing.parts.heads import Heads, effective_rank, kind_of
+from sinklab.assessing.parts.key_ablations import KeyAblations, Keys, SelectedKeys
 from sinklab.assessing.reading import changed_attention
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError
@@ -36,7 +36,7 @@ class Seen:
                 self.made = {"q": call.q_BHTD, "k": call.k_BGTD, "v": layer.value_BGSV, "out": out, "layer": layer}
             return out
 
-        with evaluating(one.module), changed_attention(one, compute=watch):
+        with evaluating(one.module), changed_attention(one, watch):
             one.hidden(some_tokens())
         self.q, self.k, self.v, self.out = (self.made[name] for name in ("q", "k", "v", "out"))
 
@@ -135,7 +135,7 @@ def test_a_sigmoid_loses_a_hidden_key_and_shares_nothing() -> None:
 @pytest.mark.parametrize("variant", ["softmax", "k biases", "sink token", "sigmoid", "softpick", "gate"])
 def test_the_sink_and_its_controls_are_assessed(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_ablations, "SHIFTS", (-2.0, 2.0))
-    found = ablate_keys(small(variant), some_tokens(), part_settings(), lambda: None)
+    found = run_part(KeyAblations, small(variant), some_tokens())
     expected = [*(["bias"] if variant == "k biases" else []), *KINDS]
     assert [row.keys for row in found.keys] == expected
     for row in found.keys:
@@ -149,14 +149,14 @@ def test_the_share_of_the_sink_is_its_attention_over_the_queries_after_it(monkey
     one = small(layers=1)
     seen = Seen(one, lambda layer: layer.output())
     scores = seen.logits().softmax(-1)
-    found = ablate_keys(one, some_tokens(), part_settings(), lambda: None)
+    found = run_part(KeyAblations, one, some_tokens())
     assert found.keys[0].share == pytest.approx(float(scores[:, :, 1:, 0].mean()), rel=1e-9)
 
 
 def test_differential_attention_is_refused() -> None:
     one = small(attention={"operation": {"kind": "differential"}})
     with pytest.raises(InputError, match="cannot be edited"):
-        ablate_keys(one, some_tokens(), part_settings(), lambda: None)
+        run_part(KeyAblations, one, some_tokens())
 
 
 def test_heads_are_told_apart_by_value_and_rank() -> None:
@@ -178,7 +178,7 @@ def test_what_a_head_does_is_measured_on_its_matrix() -> None:
     one = small(layers=1)
     seen = Seen(one, lambda layer: layer.output())
     scores = seen.logits().softmax(-1)
-    found = assess_heads(one, some_tokens(), lambda: None)
+    found = run_part(Heads, one, some_tokens())
     for head, role in enumerate(found.heads):
         norms = seen.v[:, head].norm(dim=-1)
         out = (scores @ seen.v)[:, head, 1:]
@@ -193,6 +193,6 @@ def test_what_a_head_does_is_measured_on_its_matrix() -> None:
 
 
 def test_a_bias_without_a_value_is_a_nop() -> None:
-    found = assess_heads(small("k biases"), some_tokens(), lambda: None)
+    found = run_part(Heads, small("k biases"), some_tokens())
     assert found.sink == "bias"
     assert {role.kind for role in found.heads} <= {"nop", "no sink"}

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from assessed import small, some_tokens
+from assessed import run_part, small, some_tokens
 from families import GROUPED, LATENT, SMALL, family_tokens, pair_of
 from torch import nn
 
-from sinklab.assessing.parts.writer import Writer, assess_writer, down_maps, feed_forward
+from sinklab.assessing.parts.writer import Writer, down_maps, feed_forward
+from sinklab.assessing.reading import Passes
 from sinklab.assessing.super_weights import super_experts
 from sinklab.measuring.api import measure
 from sinklab.models.adapter import Adapter, adapt
@@ -59,7 +60,7 @@ def test_blocks_and_neurons_add_what_their_modules_put_out(family: str) -> None:
     model, tokens = pair_of(family)[0].double(), family_tokens()
     adapter, names = adapt(model), MODULES[family]
     made = Captured(adapter, names, tokens)
-    found = assess_writer(adapter, tokens, lambda: None)
+    found = run_part(Writer, adapter, tokens)
     c, total = found.channel, found.embedding
     assert total == pytest.approx(float(made.inputs[1, ""][:, c].mean()), rel=1e-4)
     for row in found.blocks:
@@ -88,7 +89,7 @@ def test_blocks_and_neurons_add_what_their_modules_put_out(family: str) -> None:
 def test_the_neurons_of_a_run_add_up_to_its_feed_forward_part(norms: str, variant: str, gate_rank: int | None) -> None:
     one, tokens = small(variant, norm={"placement": norms, "gate_rank": gate_rank}), some_tokens()
     assert Writer.refusal(one, None) is None  # type: ignore[arg-type]
-    found = assess_writer(one, tokens, lambda: None)
+    found = run_part(Writer, one, tokens)
     part: Any = one.blocks[found.ffn_layer - 1].ffn
     assert feed_forward(one.blocks[found.ffn_layer - 1]) is part
     (here,), out = down_maps(one, part, tokens[:, :1], found.channel)
@@ -105,7 +106,7 @@ def test_experts_add_what_they_add_alone(config: Any) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     adapter, tokens = adapt(model), family_tokens()
-    found = assess_writer(adapter, tokens, lambda: None)
+    found = run_part(Writer, adapter, tokens)
     assert (found.down_projections, found.super_weights) == (None, [])
     assert not any(parameter.requires_grad for parameter in model.parameters())
     experts: Any = feed_forward(adapter.blocks[found.ffn_layer - 1]).experts  # type: ignore[union-attr]
@@ -151,8 +152,8 @@ def planted() -> tuple[Any, int]:
 def test_a_planted_weight_is_found_and_without_it_the_massive_activation_is_gone() -> None:
     (one, neuron), tokens = planted(), some_tokens()
     before = {name: weight.clone() for name, weight in one.module.state_dict().items()}
-    passes: list[int] = []
-    found = assess_writer(one, tokens, lambda: passes.append(1))
+    passes = Passes()
+    found = run_part(Writer, one, tokens, passes=passes)
     assert (found.channel, found.ffn_layer, found.sublayer) == (3, 1, "feed-forward")
     assert (found.weight.neuron, found.weight.expert) == (neuron, None)
     assert abs(found.weight.weight) == 500
@@ -170,7 +171,7 @@ def test_a_planted_weight_is_found_and_without_it_the_massive_activation_is_gone
     )
     assert dict(found.values())["single_weight_added"] == found.added(zeroed["single weight"])
     assert all(torch.equal(weight, before[name]) for name, weight in one.module.state_dict().items())
-    assert len(passes) == 2 * (1 + len(found.zeroed))
+    assert passes.done == 2 * (1 + len(found.zeroed))
 
 
 def public_super_weights(
@@ -196,7 +197,7 @@ def public_super_weights(
 @pytest.mark.parametrize("family", MODULES)
 def test_the_largest_input_and_output_of_every_down_projection_are_those_of_the_public_code(family: str) -> None:
     adapter, tokens = adapt(pair_of(family)[0].double()), family_tokens()
-    found = assess_writer(adapter, tokens, lambda: None).down_projections
+    found = run_part(Writer, adapter, tokens).down_projections
     assert found is not None
     expected = public_super_weights(adapter, MODULES[family][2], tokens, 0)
     assert {one.layer: (one.channel, one.neuron) for one in found} == expected
@@ -209,7 +210,7 @@ def test_the_largest_input_and_output_of_every_down_projection_are_those_of_the_
 
 def test_a_super_weight_that_acts_on_a_later_token_is_found() -> None:
     one, tokens = small(), some_tokens()
-    assert "super weights: none (largest input and output in block" in assess_writer(one, tokens, lambda: None).remark()
+    assert "super weights: none (largest input and output in block" in run_part(Writer, one, tokens).remark()
     block: Any = one.blocks[1]
     kept = []
     handle = block.ffn.down.register_forward_pre_hook(lambda _, args: kept.append(args[0].abs()))
@@ -224,7 +225,7 @@ def test_a_super_weight_that_acts_on_a_later_token_is_found() -> None:
     with torch.no_grad():
         block.ffn.up.weight[neuron - 48] *= scale  # the value, not the gate
         block.ffn.down.weight[3, neuron] = 50
-    found = assess_writer(one, tokens, lambda: None)
+    found = run_part(Writer, one, tokens)
     assert found.down_projections is not None
     assert [row.layer for row in found.down_projections] == [1, 2]
     assert [(row.layer, row.channel, row.neuron, row.weight) for row in found.super_weights] == [(2, 3, neuron, 50)]
@@ -234,7 +235,7 @@ def test_a_super_weight_that_acts_on_a_later_token_is_found() -> None:
     assert found.zeroed[-1].what == "super weights"
     with torch.no_grad():
         block.ffn.down.weight[3, neuron] = 0
-    assert added == pytest.approx(assess_writer(one, tokens, lambda: None).unchanged.loss - found.unchanged.loss)
+    assert added == pytest.approx(run_part(Writer, one, tokens).unchanged.loss - found.unchanged.loss)
 
 
 EXPERTS = {
@@ -278,7 +279,7 @@ def test_super_experts_have_outputs_above_the_percentile_and_a_tenth_of_the_larg
     values = {key: a for key, a in largest.items() if key[0] <= 3}
     bound = max(np.percentile(list(values.values()), 99.5), max(values.values()) // 10)
     expected = [(*key, pytest.approx(a, rel=1e-4)) for key, a in values.items() if a > bound]
-    found = assess_writer(adapter, tokens, lambda: None)
+    found = run_part(Writer, adapter, tokens)
     assert found.super_experts is not None
     assert [(one.layer, one.expert, one.output) for one in found.super_experts] == expected
     assert expected[0][:2] == (2, 2)
@@ -295,7 +296,7 @@ def test_without_routed_experts_and_without_a_tenth_of_the_largest_there_are_no_
 
 def test_the_sink_is_counted_as_measuring_counts_it() -> None:
     one, tokens = small(), some_tokens()
-    found = assess_writer(one, tokens, lambda: None)
+    found = run_part(Writer, one, tokens)
     assert found.zeroed[0].sink == pytest.approx(measure(one.module, tokens).sink_rate[0])
 
 

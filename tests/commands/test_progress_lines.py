@@ -13,7 +13,7 @@ from tiny_models import text_file, tiny_model
 
 from sinklab.commands.terminal.progress import DataDisplay, JobProgress, RunDisplay, elapsed
 from sinklab.experiments.sweep.engine import Event
-from sinklab.jobs.progress import JobEvent, StepProgress
+from sinklab.jobs import JobEvent, StepProgress
 from sinklab.measuring.options import Study
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request

@@ -4,9 +4,12 @@ from typing import Any
 
 import torch
 
+from sinklab.assessing.part import AssessPart
+from sinklab.assessing.reading import PartInput, Passes
 from sinklab.assessing.settings import AssessSettings
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
+from sinklab.models.adapter import Adapter
 from sinklab.models.native import NativeAdapter
 
 VOCABULARY, CONTEXT = 24, 32
@@ -49,3 +52,12 @@ def part_settings(**options: Any) -> AssessSettings:
     """Settings of a part that is given its sequences, so that their numbers and lengths are not used."""
     unused = {"sequences": 1, "length": 8, "stream_sequences": 1, "stream_length": 8, "long_length": None}
     return AssessSettings(**{**unused, "positions": "cache", **options})
+
+
+def run_part(
+    part: type[AssessPart], adapter: Adapter, *given: torch.Tensor | AssessSettings, passes: Passes | None = None
+) -> Any:
+    """Result of a part; `given` are its sequences, its separate sequences, and settings that differ from the usual."""
+    first, *others = [one for one in given if isinstance(one, torch.Tensor)]
+    settings = next((one for one in given if isinstance(one, AssessSettings)), part_settings())
+    return part.run(PartInput(adapter, settings, first, others[0] if others else None, passes or Passes()))

@@ -1,6 +1,6 @@
 """An observer of a job that interrupts it."""
 
-from sinklab.jobs.progress import JobEvent
+from sinklab.jobs import JobEvent
 
 
 class Stops:

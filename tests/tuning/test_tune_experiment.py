@@ -15,7 +15,7 @@ from sweeps import RECIPE, write_experiment
 
 from sinklab.commands import reproducing
 from sinklab.experiments.sweep.verifying import verify_packed
-from sinklab.jobs.progress import JobEvent, Observer
+from sinklab.jobs import JobEvent, Observer
 from sinklab.signals import CALL_AGAIN
 from sinklab.tuning.tune import TuneEnd, tune
 from sinklab.tuning.tuned_directory import load_tuning

@@ -19,7 +19,7 @@ from trained_run import trained_run
 import sinklab
 from sinklab.data.sources.textfiles import read_conversations
 from sinklab.errors import SinklabError
-from sinklab.jobs.progress import JobEvent, StepProgress
+from sinklab.jobs import JobEvent, StepProgress
 from sinklab.tuning.chats import ChatTemplate
 from sinklab.tuning.settings import TuneOptions
 from sinklab.tuning.sft_dataset import TuneSources
@@ -121,7 +121,7 @@ def test_a_checkpoint_that_was_torn_is_passed_over(tmp_path: Path) -> None:
     tune(str(model), TuneSources(chats), SHORT, tmp_path / "out", observe=interrupt)
     checkpoints = tmp_path / "out" / "checkpoints"
     torn = max(checkpoints.iterdir(), key=lambda path: int(path.name.rpartition("-")[2]))
-    (torn / "complete").unlink()
+    (torn / "trainer_state.json").write_text("{")
     (torn / "model.safetensors").write_bytes(b"")
     continued = tune(str(model), TuneSources(chats), SHORT, tmp_path / "out").tuning
     assert continued.chat == tune(str(model), TuneSources(chats), SHORT, tmp_path / "whole").tuning.chat
@@ -287,6 +287,6 @@ def test_a_loss_that_is_not_finite_ends_the_tuning(logs: dict[str, float], named
     from sinklab.tuning.trainer import TuneRecord
 
     sink = sinklab.SinkCallback(torch.zeros(1, 4, dtype=torch.long))
-    record = TuneRecord(tmp_path, [], [], sink, lambda: False, StepProgress("tuning", lambda event: None))
+    record = TuneRecord(tmp_path, sink, lambda: False, StepProgress("tuning", lambda event: None))
     with pytest.raises(SinklabError, match=f"{named}.*must be finite"):
         record.on_log(None, hf.TrainerState(global_step=3), None, logs)

@@ -7,14 +7,14 @@ from functools import partial
 from pathlib import Path
 
 from sinklab.assessing.assessment import ASSESSMENT, HELD_OUT, Assessment, load_assessment
-from sinklab.assessing.part import AssessText, PartJob
+from sinklab.assessing.part import AssessText
 from sinklab.assessing.parts import IN_QUICK, PARTS, USUAL, known_part
+from sinklab.assessing.reading import PartInput
 from sinklab.assessing.settings import AssessOptions, AssessSettings, settings_for
 from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError
 from sinklab.files import parse_json
-from sinklab.jobs.ledger import JobStep, Ledger, check_request, run_steps
-from sinklab.jobs.progress import JobEvent, Observer, StepProgress, ignore
+from sinklab.jobs import JobEvent, JobStep, Ledger, Observer, StepProgress, check_request, ignore, run_steps
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.opening import Model, is_run, open_model
 
@@ -68,39 +68,38 @@ def assess(
     with ledger.locked():
         source = AssessText(open_separable(model, loading), text)
         settings = settings_for(source.model, options)
-        jobs, skipped = _jobs(source, settings, options, skips)
+        inputs = _inputs(source, settings, options, skips)
         found = _so_far(ledger, source, text, settings, options)
 
-        def skip(part: str, why: str) -> None:
+        def skip(part: str, why: str) -> str:
             nonlocal found
+            if not skips:
+                raise InputError(f"the part `{part}` cannot be run: {why}")
             found = found.model_copy(update={"skipped": {**found.skipped, part: why}})
             ledger.save(found)
+            return f"skipped ({why})"
 
-        def run(part: str, progress: StepProgress) -> str:
+        def run(part: str, given: PartInput, progress: StepProgress) -> str:
             nonlocal found
-            progress.begin(jobs[part].passes, f"evaluating {jobs[part].passes} sequences")
-            start = time.perf_counter()
+            start, given.passes.report = time.perf_counter(), progress.reach
+            progress.begin(text=f"evaluating sequences of {given.tokens_NT.shape[1]:,} tokens")
             try:
-                done = jobs[part].run(progress.advance)
+                done = PARTS[part].run(given)
             except InputError as error:
-                if not skips:
-                    raise _cannot_be_run(part, str(error)) from error
-                skip(part, str(error))
-                return f"skipped ({error})"
+                return skip(part, str(error))
             found = found.with_result(done, round(time.perf_counter() - start, 1))
             ledger.save(found)
             return ""
 
-        for part, why in skipped.items():
-            if part not in found.results:
-                skip(part, why)
-                observe(JobEvent("skipped", part, text=why))
-        run_steps([JobStep(part, partial(run, part), "" if part in found.results else None) for part in jobs], observe)
+        steps = []
+        for part, given in inputs.items():
+            if isinstance(given, PartInput):
+                steps.append(JobStep(part, partial(run, part, given), "" if part in found.results else None))
+            elif part not in found.results:
+                skip(part, given)
+                observe(JobEvent("skipped", part, text=given))
+        run_steps(steps, observe)
         return found
-
-
-def _cannot_be_run(part: str, why: str) -> InputError:
-    return InputError(f"the part `{part}` cannot be run: {why}")
 
 
 def open_separable(name: str, loading: Loading) -> Model:
@@ -145,31 +144,27 @@ def _so_far(
     return before.model_copy(update={"notes": new.notes})
 
 
-def _jobs(
+def _inputs(
     text: AssessText, settings: AssessSettings, options: AssessOptions, skips: bool
-) -> tuple[dict[str, PartJob], dict[str, str]]:
-    """Return the jobs of the parts that can be run on the model, and the reason for each skipped part, by name.
+) -> dict[str, PartInput | str]:
+    """Return the inputs of each part, or the reason why it cannot be run, by name; without `skips` raise InputError.
 
-    Without `skips`, a part that cannot be run raises InputError. A text that is unreadable or too short always raises
-    it, except for a part with `long_text`, which then counts as a part that cannot be run.
+    A text that is unreadable or too short is an error, except for a part with `long_text`.
     """
-    jobs: dict[str, PartJob] = {}
-    skipped: dict[str, str] = {}
+    inputs: dict[str, PartInput | str] = {}
     for name in options.parts or (IN_QUICK if options.quick else USUAL):
-        part = PARTS[name]
-        why = part.refusal(text.model.adapter, settings)
+        part, adapter = PARTS[name], text.model.adapter
         try:
-            if why is None:
-                jobs[name] = part.job(text, settings)
+            inputs[name] = part.refusal(adapter, settings) or PartInput(
+                adapter, settings, *part.text_size(settings).read(text)
+            )
         except InputError as error:
             if not part.long_text:
                 raise
-            why = str(error)
-        if why is not None:
-            if not skips:
-                raise _cannot_be_run(name, why)
-            skipped[name] = why
-    return jobs, skipped
+            inputs[name] = str(error)
+        if not skips and isinstance(why := inputs[name], str):
+            raise InputError(f"the part `{name}` cannot be run: {why}")
+    return inputs
 
 
 def _notes(text: AssessText, settings: AssessSettings, options: AssessOptions) -> list[str]:

@@ -104,13 +104,13 @@ class Assessment(VersionedDocument):
 
     def errors(self) -> list[str]:
         """Return a list with one note, the range of the standard errors of each part; empty without standard errors."""
-        errors = {
-            name: found
-            for name, part in self.results.items()
-            if (found := [one.error for row in part.rows() if (one := row.effect) and one.error is not None])
-        }
-        ranges = ", ".join(f"{name} {_range(found)}" for name, found in errors.items())
-        return [f"Standard errors of the added losses (nats): {ranges}."] if ranges else []
+        ranges = []
+        for name, part in self.results.items():
+            errors = [row.effect.error for row in part.rows() if row.what and row.effect]
+            if known := [error for error in errors if error is not None]:
+                bounds = dict.fromkeys(f"{bound:.2g}" for bound in (min(known), max(known)))
+                ranges.append(f"{name} {' to '.join(bounds)}")
+        return [f"Standard errors of the added losses (nats): {', '.join(ranges)}."] if ranges else []
 
     def numbers(self) -> dict[str, float]:
         """Collect the scalar results of the finished parts by name, in nats per token."""
@@ -126,11 +126,6 @@ def _nats(found: Sequence[tuple[float, str]]) -> str:
     """Format added losses, for example `+0.095 nats per token with the first key hidden, +0.082 in streaming`."""
     first, *others = (f"{added:+.3f}{{}} {words}" for added, words in found)
     return ", ".join([first.format(" nats per token"), *(one.format("") for one in others)])
-
-
-def _range(found: Sequence[float]) -> str:
-    """Format smallest and largest value, `0.045 to 0.73`, or `0.19` if both round to the same two digits."""
-    return " to ".join(dict.fromkeys(f"{bound:.2g}" for bound in (min(found), max(found))))
 
 
 def load_assessment(path: Path) -> Assessment:

@@ -1,18 +1,22 @@
-"""Base class of the parts of an assessment, and classes for their text, table rows, scalar results and figures.
+"""What all parts of an assessment share: text, effects, table rows, scalar results and figures.
 
-Each part is a subclass of `AssessPart` in its own file in `parts/`, with its name in `PART_NAMES` (settings.py). Its
-fields are its entry in assessment.json. Losses and KL divergences are in nats per token. Positions and layers are
-1-based; learned leading tokens (sink token, registers) are at positions 0, -1 and so on.
+A part is a list of conditions on a text: a change of the model, with labels. `PairedReader.effects` (reading.py) gives
+the effect of each. Each part is a subclass of `AssessPart` in its own file in `parts/`, with its name in `PART_NAMES`
+(settings.py). Its fields are its entry in assessment.json; its tables, figure and scalar results are made from `rows`.
+
+Losses and KL divergences are in nats per token. Positions and layers are 1-based; learned leading tokens (sink token,
+registers) are at positions 0, -1 and so on.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from sinklab.assessing.reading import Effect, PartInput
 from sinklab.assessing.settings import AssessSettings
 from sinklab.data.sources.corpora import documents
 from sinklab.data.sources.textfiles import ChatText, ReadCounts, expanded, notes_on_folder
@@ -21,7 +25,7 @@ from sinklab.measuring.inputs import Encoded, token_rows
 from sinklab.models.adapter import Adapter
 from sinklab.opening import Model
 from sinklab.plots import PlotAxis
-from sinklab.schema import Omitted, ReadDocument
+from sinklab.schema import ReadDocument
 
 LOSS_ADDED = "Loss above the unchanged model's (nats per token)"
 ADDED_AXIS = PlotAxis(LOSS_ADDED, "y", "nats added")
@@ -47,6 +51,9 @@ class AssessText:
 
     def sequences(self, most: int, length: int, fewest: int = 1) -> Tensor:
         """Return the token ids (N, T) of `fewest` to `most` sequences of `length` tokens, special tokens included.
+
+        All sequences begin with the special tokens of the first document. A blank line separates plain texts;
+        conversations written by a chat template follow each other unchanged.
 
         Raises:
             InputError: if the text is too short or cannot be read, or sequences of `length` tokens contain fewer than
@@ -74,22 +81,8 @@ class AssessText:
         rows = [Encoded(first.prefix, stream[start : start + body]) for start in range(0, count * body, body)]
         return self.model.arrange(token_rows(rows), special, None)
 
-    def split(self, most: int, others: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return token ids of 1 to `most` sequences (N, T) and of 1 to `others` further sequences (M, T).
-
-        Raises:
-            InputError: if the text is too short for two sequences, or as for `sequences`.
-        """
-        both_NT = self.sequences(most + others, length, fewest=2)
-        N = max(1, len(both_NT) - others)
-        return both_NT[:N], both_NT[N:]
-
     def _documents(self, most: int) -> Iterator[Encoded]:
-        """Yield the encoded documents; the validation text of a run is one document of at most `most` tokens.
-
-        All sequences begin with the prefix of the first document. A blank line separates plain texts; conversations
-        written by a chat template follow each other unchanged.
-        """
+        """Yield the encoded documents; the validation text of a run is one document of at most `most` tokens."""
         if self._text is None:
             assert self.model.held_out is not None, "refused otherwise"
             yield Encoded(self.model.special, self.model.held_out(most))
@@ -104,65 +97,23 @@ class AssessText:
                 yield encode(f"{document}\n\n")
 
 
-class Effect(ReadDocument):
-    """Loss of the model, unchanged or under an intervention, and its KL divergence from the unchanged model.
-
-    Attributes:
-        loss: mean loss over the target tokens (not the added loss).
-        kl: mean over the targets of KL(unchanged model || model under the intervention).
-        targets: number of target tokens.
-        error: standard error of the added loss (`standard_error`); None for the unchanged model, for means over draws
-            (`mean_effect`), and for a single block of targets.
-    """
-
-    loss: float
-    kl: float
-    targets: int
-    error: Omitted[float] = None
-
-
-class DrawnEffect(Effect):
-    """Mean loss over draws of an intervention with a random choice, such as of heads; without one there is one draw.
-
-    Attributes:
-        losses: loss of each draw.
-    """
-
-    losses: list[float]
-
-
-class SinkCost(ReadDocument):
-    """Loss that rounding adds because of the sink.
-
-    Attributes:
-        due_to_sink: loss with all tokens rounded minus loss with the sink positions in full precision, mean over draws.
-        due_error: standard error of `due_to_sink` over the text (`standard_error`); None for a single block of targets.
-        draws: `due_to_sink` of each draw; None for a single draw.
-    """
-
-    due_to_sink: float
-    due_error: Omitted[float] = None
-    draws: Omitted[list[float]] = None
-
-    @property
-    def due_said(self) -> str:
-        """Remark for a row of the table, such as `due to the sink +0.2607 ± 0.0709, draws +0.2308 to +0.2849`."""
-        said = f"due to the sink {self.due_to_sink:+.4f}"
-        said += "" if self.due_error is None else f" ± {self.due_error:.4f}"
-        return said + (f", draws {min(self.draws):+.4f} to {max(self.draws):+.4f}" if self.draws else "")
-
-
 @dataclass(frozen=True)
-class PartJob:
-    """A prepared part of an assessment, ready to run.
+class TextSize:
+    """Amount of text that a part reads: at most `sequences` sequences of `length` tokens, and `others` further ones."""
 
-    Attributes:
-        passes: maximum number of calls of the progress callback: one per sequence and forward pass.
-        run: function (progress callback) -> result, which runs the forward passes of the part.
-    """
+    sequences: int
+    length: int
+    others: int = 0
 
-    passes: int
-    run: Callable[[Callable[[], None]], "AssessPart"]
+    def read(self, text: AssessText) -> tuple[Tensor, Tensor | None]:
+        """Return token ids of the sequences (N, T), and of the other sequences (M, T) if the part needs any.
+
+        Raises:
+            InputError: as for `AssessText.sequences`.
+        """
+        both_NT = text.sequences(self.sequences + self.others, self.length, fewest=2 if self.others else 1)
+        N = max(1, len(both_NT) - self.others)
+        return both_NT[:N], both_NT[N:] if self.others else None
 
 
 @dataclass(frozen=True)
@@ -170,8 +121,8 @@ class PartRow:
     """A result of a part: one intervention, the unchanged model, or a difference of two interventions.
 
     Attributes:
-        what: description of the row in the table of all interventions.
-        effect: loss and KL divergence under the intervention; None for a row that is not in that table.
+        what: description of the row in the table of all interventions; empty if it is not in that table.
+        effect: loss and KL divergence under the intervention; None for a difference, or an answer without a loss.
         added: loss minus that of the unchanged model on the same targets, or another difference of losses; None for an
             answer without a loss.
         more: remark shown at the end of the row; empty for none.
@@ -179,6 +130,7 @@ class PartRow:
         lost: wording in the summary if `added` is the loss without the sink, such as "with the first key hidden".
         gained: wording in the summary if `added` is the cost of the sink, such as "in static int8".
         numbers: names of the scalar results whose value is `added` (see `AssessPart.numbers`), with an integer for N.
+        points: points of the part's figure at the height `added`, as pairs of series and position on the x axis.
     """
 
     what: str
@@ -189,6 +141,7 @@ class PartRow:
     lost: str = ""
     gained: str = ""
     numbers: Sequence[str] = ()
+    points: Sequence[tuple[str, object]] = ()
 
 
 @dataclass(frozen=True)
@@ -197,15 +150,13 @@ class PartNumber:
 
     Attributes:
         name: name of the scalar in claims; `N` is a placeholder for an integer, as in `streamed_loss_N`.
-        label: heading of the column in the table of an experiment.
+        label: heading of the column in the table of an experiment, and explanation of the column on the leaderboard.
         column: heading and unit of the column on the leaderboard; None for no column.
-        explained: explanation of the column on the leaderboard.
     """
 
     name: str
     label: str
     column: tuple[str, str] | None = None
-    explained: str = ""
 
 
 @dataclass(frozen=True)
@@ -213,21 +164,22 @@ class PartFigure:
     """The data and axes of a figure, which `report` draws.
 
     Attributes:
-        title, caption: heading of the figure and text below it.
-        rows: data points as mappings from field to value, including the fields of the axes and of `colour`.
+        title, caption: heading of the figure and text below it; in `AssessPart.layout` the caption is a format string
+            for the part.
         x, y: horizontal and vertical axis; default of y: the added loss.
+        rows: data points as mappings from field to value, including the fields of the axes and of `colour`.
         kind: "lines" (a line per series), "dots" (dots, those with the same y joined by a line) or "scatter".
         reference: position of a dashed line on the y axis (for "dots", on the x axis).
         colour: field that contains the series name, or a category, by which points are coloured.
-        series: order of the series in the legend.
+        series: order of the series in the legend; empty for that of the rows.
         tooltip: additional fields of the tooltip, as triples of field, title and number format.
     """
 
     title: str
     caption: str
-    rows: Sequence[Mapping[str, object]]
     x: PlotAxis
     y: PlotAxis = ADDED_AXIS
+    rows: Sequence[Mapping[str, object]] = ()
     kind: Literal["lines", "dots", "scatter"] = "lines"
     reference: float | None = None
     colour: str = "series"
@@ -244,6 +196,7 @@ class AssessPart(ReadDocument, ABC):
     Attributes:
         name: name of the part in `--parts`, assessment.json and experiments, and of its file.
         question: question that the part answers.
+        layout: the part's figure without its points; an x axis with `order` () has one place per value.
         long_text: whether the part needs a long text. --quick omits such a part unless `--parts` names it. If the text
             is too short for it, it is skipped like a part that cannot be run on the model. For other parts, a text that
             is too short is an error.
@@ -257,6 +210,7 @@ class AssessPart(ReadDocument, ABC):
 
     name: ClassVar[str]
     question: ClassVar[str]
+    layout: ClassVar[PartFigure]
     long_text: ClassVar[bool] = False
     on_request: ClassVar[bool] = False
     loss_without_sink: ClassVar[str] = ""
@@ -272,12 +226,18 @@ class AssessPart(ReadDocument, ABC):
         return None
 
     @classmethod
+    def text_size(cls, settings: AssessSettings) -> TextSize:
+        """Return the amount of text that the part reads."""
+        return TextSize(settings.sequences, settings.length)
+
+    @classmethod
     @abstractmethod
-    def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
-        """Tokenise the text and return the job that runs the forward passes of the part.
+    def run(cls, given: PartInput) -> "AssessPart":
+        """Run the forward passes of the part.
 
         Raises:
-            InputError: if the text is too short or cannot be read (see `AssessText.sequences`).
+            InputError: if the part turns out to be impossible on the model.
+            SinklabError: if a loss or KL divergence is not finite.
         """
 
     @abstractmethod
@@ -292,37 +252,36 @@ class AssessPart(ReadDocument, ABC):
         """Iterate over the scalar results declared in `numbers`, as pairs of name (an integer for N) and value."""
         return ((name, row.added) for row in self.rows() if row.added is not None for name in row.numbers)
 
-    @abstractmethod
     def figure(self) -> PartFigure:
-        """Return the part's figure in the report."""
+        """Return the part's figure in the report: `layout` with the points of the rows."""
+        found = [(row.effect, *at) for row in self.rows() if row.effect is not None for at in row.points]
+        return self.drawn([self.point(*one) for one in found])
 
-    def row(
-        self,
-        what: str,
-        effect: Effect,
-        more: str = "",
-        *,
-        answer: str = "",
-        lost: str = "",
-        numbers: Sequence[str] = (),
-    ) -> PartRow:
-        """Return the row of an intervention; the other arguments are fields of `PartRow`."""
-        return PartRow(what, effect, self.added(effect), more, answer=answer, lost=lost, numbers=numbers)
+    def drawn(self, points: Sequence[Mapping[str, Any]], **changes: Any) -> PartFigure:
+        """Return `layout` with these points and changes, and with its caption formatted."""
+        layout = replace(self.layout, rows=points, caption=self.layout.caption.format(self), **changes)
+        if layout.x.order is not None and not layout.x.order:
+            layout = replace(layout, x=replace(layout.x, order=sorted({one[layout.x.field] for one in points})))
+        return layout
 
-    def unchanged_row(self) -> PartRow:
-        """Return the row of the unchanged model."""
-        return self.row("unchanged", self.unchanged, f"{self.sequences} x {self.length:,} tokens")
+    def row(self, what: str, effect: Effect, more: str = "", **fields: Any) -> PartRow:
+        """Return the row of an intervention; `fields` are further fields of `PartRow`."""
+        return PartRow(what, effect, self.added(effect), more, **fields)
 
     def added(self, effect: Effect) -> float:
         """Return the loss under an intervention minus the loss of the unchanged model, in nats per token."""
         return effect.loss - self.unchanged.loss
+
+    def unchanged_row(self) -> PartRow:
+        """Return the row of the unchanged model."""
+        return self.row("unchanged", self.unchanged, f"{self.sequences} x {self.length:,} tokens")
 
     def point(self, effect: Effect, series: str, x: object, y: object = None) -> dict[str, object]:
         """Return a figure's data point, with loss and KL divergence for the tooltip; `y` defaults to the added loss."""
         y = self.added(effect) if y is None else y
         return {"series": series, "x": x, "loss": effect.loss, "kl": effect.kl, "y": y}
 
-    @staticmethod
-    def noun_of(count: int, noun: str) -> str:
-        """Return the noun for a count of 1, otherwise the count and the plural: `key`, `3 keys`."""
-        return noun if count == 1 else f"{count} {noun}s"
+
+def several(count: int, noun: str) -> str:
+    """Return the noun for a count of 1, otherwise the count and the plural: `key`, `3 keys`."""
+    return noun if count == 1 else f"{count} {noun}s"

@@ -23,23 +23,24 @@ multiplied by 1 + d x (`perturbed`; d: 1e-6, or a quarter of the resolution of t
 The first draw is unchanged.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinklab.assessing.part import Effect
+from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError, SinklabError
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating, replaced_inputs
-from sinklab.models.intercept import Compute, Edit, intercept
+from sinklab.models.intercept import intercept
 from sinklab.models.memory_budget import LOGITS_AT_ONCE, free_bytes
+from sinklab.schema import Omitted, ReadDocument
 
 TOKENS_AT_ONCE = 2**11
 TARGETS_OF_A_BLOCK = 64
@@ -47,9 +48,71 @@ DRAWS = 3  # number of random sets of heads, whose losses are averaged
 NOISE = 1e-6  # least relative size of the perturbation in draws
 LOG_PROBABILITIES_KEPT = 2**30  # bytes per text: 5,461 positions in float32 with a vocabulary of 49,152
 SLICE = 2**19  # logits per slice on a CPU: 2 MiB in float32
-Step = Callable[[], None]
-KeyHeads = frozenset[tuple[int, int]]
-"""KV heads as pairs (layer, head), both 1-based; only attention layers are counted."""
+Change = Callable[[LayerCall], LayerCall | Tensor]
+"""Change of the attention: a function of an attention call that returns another call, or the output (B, H, T, V)."""
+
+HeadSet = frozenset[tuple[int, int]]
+"""Heads as pairs (layer, head), both 1-based; only attention layers are counted."""
+
+
+class Effect(ReadDocument):
+    """Loss of the model, unchanged or under an intervention, and its KL divergence from the unchanged model.
+
+    Attributes:
+        loss: mean loss over the target tokens (not the added loss).
+        kl: mean over the targets of KL(unchanged model || model under the intervention).
+        targets: number of target tokens.
+        error: standard error of the added loss (`standard_error`); None for the unchanged model, for means over draws
+            (`mean_effect`), and for a single block of targets.
+    """
+
+    loss: float
+    kl: float
+    targets: int
+    error: Omitted[float] = None
+
+
+class DrawnEffect(Effect):
+    """Mean loss over draws of an intervention with a random choice, such as of heads; without one there is one draw.
+
+    Attributes:
+        losses: loss of each draw.
+    """
+
+    losses: list[float]
+
+    @property
+    def range_of_draws(self) -> str:
+        """Remark for a row of the table, such as `draws 2.7012 to 2.8151`; empty for a single draw."""
+        return f"draws {min(self.losses):.4f} to {max(self.losses):.4f}" if len(self.losses) > 1 else ""
+
+
+class SinkCost(ReadDocument):
+    """Loss that rounding adds because of the sink.
+
+    Attributes:
+        due_to_sink: loss with all tokens rounded minus loss with the sink positions in full precision, mean over draws.
+        due_error: standard error of `due_to_sink` over the text (`standard_error`); None for a single block of targets.
+        draws: `due_to_sink` of each draw; None for a single draw.
+    """
+
+    due_to_sink: float
+    due_error: Omitted[float] = None
+    draws: Omitted[list[float]] = None
+
+    @property
+    def due_said(self) -> str:
+        """Remark for a row of the table, such as `due to the sink +0.2607 ± 0.0709, draws +0.2308 to +0.2849`."""
+        said = f"due to the sink {self.due_to_sink:+.4f}"
+        said += "" if self.due_error is None else f" ± {self.due_error:.4f}"
+        return said + (f", draws {min(self.draws):+.4f} to {max(self.draws):+.4f}" if self.draws else "")
+
+
+class HeadCost(Effect):
+    """Effect of quantising or restricting one KV head; `layer` (among attention layers) and `head` are 1-based."""
+
+    layer: int
+    head: int
 
 
 @dataclass(frozen=True)
@@ -128,11 +191,56 @@ def standard_error(x_NP: Tensor) -> float | None:
     return None if B < 2 else float((B / (B - 1) * deviations_B.square().sum()).sqrt()) / x_NP.numel()
 
 
-class HeadCost(Effect):
-    """Effect of quantising or restricting one KV head; `layer` (among attention layers) and `head` are 1-based."""
+OneEffect = TypeVar("OneEffect", bound=Effect)
 
-    layer: int
-    head: int
+
+@dataclass
+class Passes:
+    """Counts sequences read by the forward passes of a part, and reports how many were read and how many are expected.
+
+    Attributes:
+        report: callback (sequences read, sequences expected), called after every forward pass.
+        done, total: the two numbers.
+    """
+
+    report: Callable[[int, int], None] = lambda done, total: None
+    done: int = 0
+    total: int = 0
+
+    def expect(self, sequences: int) -> None:
+        """Announce forward passes over this many sequences; those that were not announced count when they are done."""
+        self.total = max(self.total, self.done + sequences)
+
+    def read(self, sequences: int) -> None:
+        """Count a forward pass."""
+        self.done += sequences
+        self.total = max(self.total, self.done)
+        self.report(self.done, self.total)
+
+
+@dataclass
+class PartInput:
+    """Model, sequences and settings of one part of an assessment.
+
+    Attributes:
+        tokens_NT: token ids.
+        others_MT: token ids of separate sequences (`TextSize.others`).
+    """
+
+    adapter: Adapter
+    settings: AssessSettings
+    tokens_NT: Tensor
+    others_MT: Tensor | None = None
+    passes: Passes = field(default_factory=Passes)
+
+    def reader(self, **options: Any) -> "PairedReader":
+        """Return a reader of the sequences; `options` are those of `PairedReader`."""
+        return PairedReader(self.adapter, self.tokens_NT, self.passes, **options)
+
+    def reader_of_others(self) -> "PairedReader":
+        """Return a reader of the other sequences."""
+        assert self.others_MT is not None, "the part asks for other sequences"
+        return PairedReader(self.adapter, self.others_MT, self.passes)
 
 
 class PairedReader:
@@ -142,7 +250,7 @@ class PairedReader:
 
     Args:
         tokens_NT: token ids.
-        step: progress callback, called once per sequence after each forward pass.
+        passes: counter of the sequences read.
         whole: whether to also evaluate the unchanged model on whole sequences, beyond its context.
         kept: maximum size of the cached log-probabilities in bytes; at most a quarter of the free memory is used.
 
@@ -155,12 +263,12 @@ class PairedReader:
         self,
         adapter: Adapter,
         tokens_NT: Tensor,
-        step: Step = lambda: None,
+        passes: Passes | None = None,
         *,
         whole: bool = False,
         kept: int = LOG_PROBABILITIES_KEPT,
     ) -> None:
-        self.adapter, self.tokens_NT, self._step = adapter, tokens_NT, step
+        self.adapter, self.tokens_NT, self.passes = adapter, tokens_NT, passes or Passes()
         free = free_bytes(adapter.device)
         self._kept = kept if free is None else min(kept, free // 4)
         self._log_p_RV = list[Tensor]()
@@ -170,52 +278,56 @@ class PairedReader:
             whole_NTE = self._read(tokens_NT) if whole and same_rope else None
             self._unchanged_NTE = self._within_context(whole_NTE)
             self.unchanged = self._against(self._unchanged_NTE)
-            self._passed()
+            self.passes.read(len(tokens_NT))
             if whole:  # last, as dynamic RoPE in transformers keeps the frequencies of long sequences
                 self.whole = self._against(self._read(tokens_NT) if whole_NTE is None else whole_NTE)
-                self._passed()
+                self.passes.read(len(tokens_NT))
 
     def result_fields(self) -> dict[str, Any]:
-        """Return the fields that the results of all parts share: `sequences`, `length` and `unchanged`.
-
-        Raises:
-            SinklabError: see `ByPosition.effect`; the same holds for `by_key_head`.
-        """
+        """Return the fields that the results of all parts share: `sequences`, `length` and `unchanged`."""
         N, T = self.tokens_NT.shape
         return {"sequences": N, "length": T, "unchanged": self.unchanged.effect()}
 
-    def under(self, edit: Edit | None = None, *, compute: Compute = LayerCall.output) -> ByPosition:
-        """Return loss and KL divergence at every target, with edited or replaced attention calls.
+    def effects(
+        self, kind: Callable[..., OneEffect], conditions: Iterable[tuple[Mapping[str, Any], Change | Sequence[Change]]]
+    ) -> list[OneEffect]:
+        """Return the effect of each condition, with its labels as further fields of `kind`.
+
+        Args:
+            conditions: pairs of labels and a change; several changes are draws, whose mean effect is returned
+                (`mean_effect`, for a subclass of `DrawnEffect`).
+        """
+        draws = [(labels, list(change) if isinstance(change, Sequence) else change) for labels, change in conditions]
+        self.passes.expect(len(self.tokens_NT) * sum(len(x) if isinstance(x, list) else 1 for _, x in draws))
+        found = []
+        for labels, change in draws:
+            if isinstance(change, list):
+                found.append(kind(**labels, **mean_effect([self.under(one).effect() for one in change])))
+            else:
+                found.append(kind(**labels, **self.under(change).effect().model_dump()))
+        return found
+
+    def under(self, change: Change | None = None) -> ByPosition:
+        """Return loss and KL divergence at every target, with changed attention calls.
 
         Sequences are evaluated whole, also if they are longer than the context. The caller may additionally modify the
         model in a `with` block, except for its LM head.
-
-        Args:
-            edit: function that edits every attention call; None for no edit.
-            compute: function that computes the output of every attention call.
         """
-        hidden_NTE = self.observed(edit, compute=compute)
+        hidden_NTE = self.observed(change)
         with evaluating(self.adapter.module):
             return self._against(hidden_NTE)
 
-    def observed(self, edit: Edit | None = None, *, compute: Compute = LayerCall.output) -> Tensor:
-        """Return the final hidden states (N, T, E) under the interventions of `under`, without computing logits."""
-        with changed_attention(self.adapter, edit, compute):
+    def observed(self, change: Change | None = None) -> Tensor:
+        """Return the final hidden states (N, T, E) with changed attention calls, without computing logits."""
+        with changed_attention(self.adapter, change):
             hidden_NTE = self._read(self.tokens_NT)
-        self._passed()
+        self.passes.read(len(self.tokens_NT))
         return hidden_NTE
 
-    def by_key_head(self, under: Callable[[KeyHeads], ByPosition]) -> list[HeadCost]:
-        """Measure an intervention on each KV head alone, ordered by layer and head.
-
-        Args:
-            under: function (KV heads) -> loss and KL divergence on this reader's text with the intervention on them.
-        """
+    def by_key_head(self, change: Callable[[HeadSet], Change]) -> list[HeadCost]:
+        """Measure a change of each KV head alone, ordered by layer and head; `change` makes it for a set of heads."""
         heads = sorted(key_heads(self.adapter))
-        return [
-            HeadCost(layer=layer, head=head, **under(frozenset({(layer, head)})).effect().model_dump())
-            for layer, head in heads
-        ]
+        return self.effects(HeadCost, [({"layer": one[0], "head": one[1]}, change(frozenset({one}))) for one in heads])
 
     def _within_context(self, whole_NTE: Tensor | None) -> Tensor:
         """Compute the unchanged model's hidden states (N, T, E) in windows of its context, as in the module docstring.
@@ -236,10 +348,6 @@ class PairedReader:
     def _read(self, tokens_NT: Tensor) -> Tensor:
         batches = tokens_NT.split(max(1, TOKENS_AT_ONCE // tokens_NT.shape[1]))
         return torch.cat([self.adapter.hidden(tokens_BT.to(self.adapter.device)) for tokens_BT in batches])
-
-    def _passed(self) -> None:
-        for _ in range(len(self.tokens_NT)):
-            self._step()
 
     def _against(self, hidden_NTE: Tensor) -> ByPosition:
         """Compute the loss of hidden states (N, T, E), and their KL divergence from the unchanged model."""
@@ -282,22 +390,22 @@ class PairedReader:
 
 
 @contextmanager
-def changed_attention(
-    adapter: Adapter, edit: Edit | None = None, compute: Compute = LayerCall.output
-) -> Iterator[None]:
-    """Edit or replace a model's attention calls in the `with` block, in evaluation mode.
+def changed_attention(adapter: Adapter, change: Change | None = None) -> Iterator[None]:
+    """Change a model's attention calls in the `with` block, in evaluation mode.
 
-    Score scales other than 1 / sqrt(head dimension) are folded into the queries. `compute` computes the output with and
-    without an edit, so that the unchanged and the edited model use the same kernel.
+    Score scales other than 1 / sqrt(head dimension) are folded into the queries. The output is computed by `change` or
+    by `LayerCall.output`, so that the unchanged and the changed model use the same kernel.
     """
 
-    def edited(layer: LayerCall) -> LayerCall:
+    def unscaled(layer: LayerCall) -> LayerCall:
         scale, q_BHTD = layer.call.scale, layer.call.q_BHTD
-        if scale is not None:
-            layer = layer.changed(q_BHTD=q_BHTD * (scale * q_BHTD.shape[-1] ** 0.5), scale=None)
-        return layer if edit is None else edit(layer)
+        return layer if scale is None else layer.changed(q_BHTD=q_BHTD * (scale * q_BHTD.shape[-1] ** 0.5), scale=None)
 
-    with evaluating(adapter.module), intercept(adapter, edit=edited, compute=compute):
+    def output(layer: LayerCall) -> Tensor:
+        changed = layer if change is None else change(layer)
+        return changed if isinstance(changed, Tensor) else changed.output()
+
+    with evaluating(adapter.module), intercept(adapter, edit=unscaled, compute=output):
         yield
 
 
@@ -310,16 +418,6 @@ def first_importance(layer: LayerCall) -> Tensor:
     return alpha.bias_BH if layer.leading and alpha.bias_BH is not None else alpha.positions_BHT[..., 0]
 
 
-def seen_by_key_heads(layer: LayerCall, first: int, keys: int) -> Tensor:
-    """Return True where a query from index `first` on sees one of the first `keys` keys in some of the query heads.
-
-    Shape (B or 1, G or 1, T - first, keys), for each KV head.
-    """
-    mask, k_BGTD = layer.call.mask, layer.call.k_BGTD
-    seen = mask.block(first, layer.length, 0, keys, k_BGTD.device).expand(*mask.sizes, layer.length - first, keys)
-    return seen if seen.shape[1] == 1 else seen.unflatten(1, (k_BGTD.shape[1], -1)).any(2)
-
-
 def mean_effect(effects: Sequence[Effect]) -> dict[str, Any]:
     """Return fields of a result over draws: mean `loss` and `kl`, `targets` of one draw, and all losses as `losses`."""
     losses = [one.loss for one in effects]
@@ -327,40 +425,38 @@ def mean_effect(effects: Sequence[Effect]) -> dict[str, Any]:
     return {"loss": fmean(losses), "kl": kl, "targets": effects[0].targets, "losses": losses}
 
 
-def key_heads(adapter: Adapter) -> KeyHeads:
+def key_heads(adapter: Adapter) -> HeadSet:
     """Return all KV heads of a model."""
-    counts = {layer.index: layer.call.k_BGTD.shape[1] for layer in probe(adapter)}
-    return frozenset((layer, head) for layer, count in counts.items() for head in range(1, count + 1))
+    return frozenset((one.index, head) for one in probe(adapter) for head in range(1, one.call.k_BGTD.shape[1] + 1))
 
 
-def chosen_heads(layer: LayerCall, heads: KeyHeads) -> Tensor:
-    """Return a boolean mask (G,) over the layer's G KV heads, True for those in `heads`."""
-    G = layer.call.k_BGTD.shape[1]
-    chosen = [(layer.index, head) in heads for head in range(1, G + 1)]
+def chosen_heads(layer: LayerCall, heads: HeadSet, count: int) -> Tensor:
+    """Return a boolean mask over the layer's `count` KV or query heads, True for those in `heads`."""
+    chosen = [(layer.index, head) in heads for head in range(1, count + 1)]
     return torch.tensor(chosen, device=layer.call.k_BGTD.device)
 
 
-def probe(adapter: Adapter, edit: Edit | None = None, compute: Compute = LayerCall.output) -> list[LayerCall]:
-    """Run the model on four tokens with edited or replaced attention calls; return each layer's edited call.
+def probe(adapter: Adapter, change: Change | None = None) -> list[LayerCall]:
+    """Run the model on four tokens with changed attention; return each layer's unchanged call.
 
     Raises:
-        InputError: if an intervention cannot be applied.
+        InputError: if the change cannot be made.
     """
     calls: list[LayerCall] = []
 
-    def watch(layer: LayerCall) -> Tensor:
+    def watch(layer: LayerCall) -> LayerCall | Tensor:
         calls.append(layer)
-        return compute(layer)
+        return layer if change is None else change(layer)
 
-    with changed_attention(adapter, edit, watch):
+    with changed_attention(adapter, watch):
         adapter.hidden(torch.tensor([[1, 0, 1, 0]], device=adapter.device))
     return calls
 
 
-def refused(adapter: Adapter, edit: Edit | None = None, compute: Compute = LayerCall.output) -> str | None:
-    """Return the reason why the interventions of `probe` cannot be applied; None if they can."""
+def refused(adapter: Adapter, change: Change | None = None) -> str | None:
+    """Return the reason why a change of the attention cannot be made; None if it can."""
     try:
-        probe(adapter, edit, compute)
+        probe(adapter, change)
     except InputError as error:
         return str(error)
     return None

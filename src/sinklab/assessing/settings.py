@@ -102,8 +102,7 @@ class AssessOptions(CommandSettings, frozen=True):
         default=(), description="First tokens kept in the rolling cache; repeatable; default: 0, 1, 2, 4."
     )
     positions: Annotated[Placed | None, Flag(metavar="PLACE")] = Field(
-        default=None,
-        description="Key positions in streaming: cache or text; default: cache if the model supports it.",
+        default=None, description="Key positions in streaming: cache or text; default: cache if the model supports it."
     )
     budgets: Annotated[Several[CacheSize], Flag("--budget")] = Field(
         default=(),

@@ -13,8 +13,7 @@ from sinklab.commands.terminal.progress import JobProgress
 from sinklab.commands.terminal.results import print_comparison, print_measurement, print_sizes, print_survey
 from sinklab.commands.terminal.tables import print_text, stderr
 from sinklab.errors import SinklabError
-from sinklab.jobs.ledger import unsaved
-from sinklab.jobs.progress import StepProgress
+from sinklab.jobs import StepProgress, unsaved
 from sinklab.measuring.frames import write_tables
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.huggingface.loading import Loading

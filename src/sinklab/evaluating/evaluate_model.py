@@ -1,21 +1,35 @@
-"""Evaluate a model on downstream tasks and measure its sink, as a resumable job."""
+"""Evaluate a model on downstream tasks with lm-eval, and measure its sink."""
 
+import hashlib
 import json
+import random
 import re
+import tempfile
+import time
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from sinklab.data.sources.corpora import documents
 from sinklab.errors import InputError, SinklabError, UnsavedError
-from sinklab.evaluating.evaluation import EVALUATION, DownstreamScores, TaskRequest, TaskScores, load_scores
-from sinklab.evaluating.scoring import score_task
-from sinklab.evaluating.tasks import SCORES, ChosenTask, chosen_tasks
+from sinklab.evaluating.evaluation import (
+    EVALUATION,
+    DownstreamScores,
+    ItemRecord,
+    TaskMetric,
+    TaskRequest,
+    TaskScores,
+    TextSink,
+    load_scores,
+)
+from sinklab.evaluating.tasks import SCORES, ChosenTask, chosen_tasks, inside_lm_eval
 from sinklab.files import write_gzip
-from sinklab.jobs.ledger import JobStep, Ledger, LineLedger, check_request, run_steps, unsaved
-from sinklab.jobs.progress import JobEvent, Observer, StepProgress, ignore
+from sinklab.jobs import JobEvent, JobStep, Ledger, Observer, StepProgress, check_request, ignore, run_steps, unsaved
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.options import Options
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.opening import Model, open_model
@@ -23,14 +37,12 @@ from sinklab.survey.measure_many import text_hash
 from sinklab.survey.measure_one import measure_loaded
 from sinklab.survey.request import Request
 
+RESAMPLED = 1000
+"""Number of bootstrap samples for the standard error of metrics that are not means."""
+
 
 def evaluate_model(
-    name: str,
-    request: TaskRequest,
-    *,
-    loading: Loading = AS_IT_IS,
-    out: Path | None = None,
-    observe: Observer = ignore,
+    name: str, request: TaskRequest, *, loading: Loading = AS_IT_IS, out: Path | None = None, observe: Observer = ignore
 ) -> DownstreamScores:
     """Evaluate a model on downstream tasks, and measure its sink.
 
@@ -47,11 +59,12 @@ def evaluate_model(
         The contents of evaluation.json, with the scores of earlier calls.
 
     Raises:
-        InputError: see `open_model`, `chosen_tasks`, `load_scores` and `score_task`; also if the text of `request` is
-            unusable, or `out` cannot be written or has an evaluation with other settings.
+        InputError: if the model, a task or the text of `request` is unusable, no item fits in the model's context, or
+            `out` cannot be written or has an evaluation with other settings.
         HeldError: if another process writes an evaluation to `out`.
         UnsavedError: if a result cannot be saved; the exception contains the scores so far.
-        SinklabError: see `open_model` and `score_task`; also if `out` cannot be locked.
+        SinklabError: if the model cannot be loaded, lm-eval cannot evaluate it on a task, the sink cannot be measured,
+            or `out` cannot be locked.
     """
     check_name(name)
     if request.text is not None:
@@ -60,66 +73,6 @@ def evaluate_model(
     ledger = Ledger[DownstreamScores](out, EVALUATION)
     with ledger.locked():
         return _evaluate(open_model(name, loading, as_transformers=True), chosen, request, ledger, observe)
-
-
-def _evaluate(
-    model: Model,
-    chosen: Sequence[ChosenTask],
-    request: TaskRequest,
-    ledger: Ledger[DownstreamScores],
-    observe: Observer,
-) -> DownstreamScores:
-    decided = {"model": model.name, "files": model.files, "commit": model.commit, "dtype": model.loading.dtype}
-    notes = [*model.notes]
-    if model.step is not None:
-        notes.append(f"the run was evaluated at step {model.step}, as {type(model.module).__name__}")
-    found = DownstreamScores(model=model.name, asked=decided, lm_eval=version("lm_eval"), notes=notes)
-    if (earlier := ledger.earlier(load_scores)) is not None and ledger.path is not None:
-        before, now = (
-            dict[str, object]({f"{key} of the model": value for key, value in one.asked.items()})
-            for one in (earlier, found)
-        )
-        if any(task.name not in earlier.tasks for task in chosen):
-            before["version of lm-eval"], now["version of lm-eval"] = earlier.lm_eval, found.lm_eval
-        text = text_hash(request.text)
-        for task in chosen:
-            if scores := earlier.tasks.get(task.name):
-                for key, was, wanted in (
-                    ("limit", scores.limit, request.limit),
-                    ("seed", scores.seed, request.seed),
-                    ("data", scores.sha256 or scores.data, task.identity),
-                    ("text", scores.sink and scores.sink.sha256, text),
-                ):
-                    before[f"{key} of {task.name}"], now[f"{key} of {task.name}"] = was, wanted
-        check_request(ledger.path, "an evaluation", before, now)
-        found = earlier
-
-    def run(task: ChosenTask, progress: StepProgress) -> str:
-        nonlocal found
-        plain = re.sub(r"[^\w-]", "_", task.name)
-        path, items = (
-            ledger.path and ledger.path.with_name(name)
-            for name in (f"answers_{plain}.jsonl", f"items_{plain}.jsonl.gz")
-        )
-        answers = LineLedger(path, decided)
-        scores, records = score_task(model, task, request, answers, progress)
-        scores = scores.model_copy(update={"records": items and items.name})
-        found = found.model_copy(update={"tasks": {**found.tasks, task.name: scores}})
-        if items is not None:
-            with unsaved(lambda: found):
-                lines = (json.dumps(one.model_dump(mode="json"), ensure_ascii=False) for one in records)
-                write_gzip(items, "".join(f"{line}\n" for line in lines))
-        ledger.save(found)
-        answers.remove()
-        return _items(scores)
-
-    kept = {name: _items(scores) for name, scores in found.tasks.items()}
-    run_steps([JobStep(task.name, partial(run, task), kept.get(task.name)) for task in chosen], observe)
-    return found
-
-
-def _items(scores: TaskScores) -> str:
-    return f"{scores.items:,} items"
 
 
 def measure_and_evaluate(
@@ -142,10 +95,7 @@ def measure_and_evaluate(
         progress: callback, called with the number of answered requests and the total number of requests.
 
     Raises:
-        HeldError: if another process writes an evaluation to `out`.
-        InputError: see `measure_loaded`, `load_scores` and `score_task`; also if the task reports no accuracy, or `out`
-            cannot be written or has an evaluation with other settings.
-        SinklabError: see `measure_loaded` and `score_task`; also if a result cannot be saved.
+        HeldError, InputError, SinklabError: as for `evaluate_model`; InputError also if the task reports no accuracy.
     """
     measurement = measure_loaded(model, text, request)
 
@@ -165,3 +115,185 @@ def measure_and_evaluate(
     if not scores:
         raise InputError(f"{chosen.name} reports neither {' nor '.join(SCORES)}; its metrics are {', '.join(metrics)}")
     return measurement.model_copy(update={"scores": scores})
+
+
+def _evaluate(
+    model: Model,
+    chosen: Sequence[ChosenTask],
+    request: TaskRequest,
+    ledger: Ledger[DownstreamScores],
+    observe: Observer,
+) -> DownstreamScores:
+    decided = {"model": model.name, "files": model.files, "commit": model.commit, "dtype": model.loading.dtype}
+    notes = [*model.notes]
+    if model.step is not None:
+        notes.append(f"the run was evaluated at step {model.step}, as {type(model.module).__name__}")
+    found = DownstreamScores(model=model.name, asked=decided, lm_eval=version("lm_eval"), notes=notes)
+    if (earlier := ledger.earlier(load_scores)) is not None and ledger.path is not None:
+        pairs = {f"{key} of the model": (was, decided.get(key)) for key, was in earlier.asked.items()}
+        if any(task.name not in earlier.tasks for task in chosen):
+            pairs["version of lm-eval"] = earlier.lm_eval, found.lm_eval
+        for task in chosen:
+            if scores := earlier.tasks.get(task.name):
+                pairs |= {
+                    f"limit of {task.name}": (scores.limit, request.limit),
+                    f"seed of {task.name}": (scores.seed, request.seed),
+                    f"data of {task.name}": (scores.sha256 or scores.data, task.identity),
+                    f"text of {task.name}": (scores.sink and scores.sink.sha256, text_hash(request.text)),
+                }
+        check_request(ledger.path, "an evaluation", *({key: pair[i] for key, pair in pairs.items()} for i in (0, 1)))
+        found = earlier
+    identity = hashlib.sha256(json.dumps(decided).encode()).hexdigest()[:8]
+
+    def run(task: ChosenTask, progress: StepProgress) -> str:
+        nonlocal found
+        plain = re.sub(r"[^\w-]", "_", task.name)
+        names = f"answers_{plain}_{identity}.db", f"items_{plain}.jsonl.gz"
+        answers, items = (ledger.path and ledger.path.with_name(name) for name in names)
+        scores, records = _score(model, task, request, answers, progress)
+        scores = scores.model_copy(update={"records": items and items.name})
+        found = found.model_copy(update={"tasks": {**found.tasks, task.name: scores}})
+        if items is not None:
+            with unsaved(lambda: found):
+                lines = (json.dumps(one.model_dump(mode="json"), ensure_ascii=False) for one in records)
+                write_gzip(items, "".join(f"{line}\n" for line in lines))
+        ledger.save(found)
+        if answers is not None:
+            answers.unlink(missing_ok=True)
+        return f"{scores.items:,} items"
+
+    kept = {name: f"{scores.items:,} items" for name, scores in found.tasks.items()}
+    run_steps([JobStep(task.name, partial(run, task), kept.get(task.name)) for task in chosen], observe)
+    return found
+
+
+def _score(
+    model: Model, chosen: ChosenTask, request: TaskRequest, answers: Path | None, progress: StepProgress
+) -> tuple[TaskScores, list[ItemRecord]]:
+    """Evaluate a model on a task, and measure its sink on `request.text`, by default on the items of the task.
+
+    Items are left out if one of their answers does not fit in the model's context.
+
+    Args:
+        answers: lm-eval's cache of the model's answers, which an interrupted call leaves behind; None for no cache.
+
+    Returns:
+        The scores, and the record of each scored item in the order of the task.
+    """
+    from lm_eval.api.model import CachingLM  # pyright: ignore[reportMissingImports]  # an extra
+    from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]
+
+    from sinklab.evaluating.language_model import AnsweringModel
+
+    task, name, every = chosen.task, chosen.name, range(chosen.size)
+    items = sorted(random.Random(request.seed).sample(every, min(request.limit or chosen.size, chosen.size)))
+    with inside_lm_eval(name):
+        answering = AnsweringModel(model, request.batch_size, progress.advance)
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=request.seed)
+        # None for all items is faster than a full list
+        task.build_all_requests(samples=None if len(items) == len(every) else items, rank=0, world_size=1)
+        requests: defaultdict[int, list[Any]] = defaultdict(list)
+        for one in task.instances:
+            requests[items[one.doc_id]].append(one)
+    pairs = {item: [one.args for one in of if one.request_type == "loglikelihood"] for item, of in requests.items()}
+    kept = sorted(item for item in requests if not any(answering.overlong(*pair) for pair in pairs[item]))
+    if not kept:
+        raise InputError(
+            f"--tasks {name}: every item has an answer that is longer than the context of {model.name}, which is "
+            f"{answering.max_length} tokens: choose a task with shorter answers, or a model with a longer context"
+        )
+    sink = _sink(model, answering.max_length, request.text, [_text(requests[item]) for item in kept])
+    count = sum(len(requests[item]) for item in kept)
+    progress.begin(count, f"{count:,} requests")
+    start = time.perf_counter()
+    cached = None if answers is None else CachingLM(answering, str(answers))
+    try:
+        with inside_lm_eval(name):
+            found = evaluate(
+                cached or answering,
+                {"tasks": {name: task}, "groups": {}, "group_map": {}},
+                samples={name: None if len(kept) == len(every) else kept},
+                bootstrap_iters=RESAMPLED,
+            )
+    finally:
+        if cached is not None:
+            cached.dbdict.close()
+    scores = TaskScores(
+        version=str(task.VERSION),
+        data=chosen.data,
+        sha256=chosen.sha256,
+        limit=request.limit,
+        seed=request.seed,
+        items=len(kept),
+        available=chosen.size,
+        left_out=len(requests) - len(kept),
+        cut=sum(any(answering.cuts(*pair) for pair in pairs[item]) for item in kept),
+        metrics=_metrics(found["results"][name]),
+        sink=sink,
+        seconds=round(time.perf_counter() - start, 1),
+    )
+    first = {sample["doc_id"]: sample for sample in reversed(found["samples"][name])}  # of several filters, the first
+    records = [
+        ItemRecord(
+            item=number,
+            doc_hash=sample["doc_hash"],
+            target=sample["target"],
+            responses=list(sample["filtered_resps"]),
+            metrics={metric: sample[metric] for metric in sample["metrics"]},
+        )
+        for number, sample in sorted(first.items())
+    ]
+    return scores, records
+
+
+def _sink(model: Model, context: int, text: Path | None, items: Sequence[str]) -> TextSink | None:
+    """Measure the sink on `text`, or on the items' texts if `text` is None, with the default settings of `Request`.
+
+    Returns None if the sink cannot be measured on the items, usually because they are too short.
+    """
+    request = Request(options=Options(loss=False), length=min(Request().length, context), fewer=True)
+    with tempfile.TemporaryDirectory() as folder:
+        file = text or Path(folder) / "items.jsonl"
+        if text is None:
+            file.write_text("".join(f"{json.dumps({'text': one})}\n" for one in items), encoding="utf-8")
+        try:
+            found = measure_loaded(model, file, request)
+        except InputError:
+            if text is None:
+                return None
+            raise
+    return TextSink(
+        text="task" if text is None else str(text),
+        sha256=text_hash(text),
+        sequences=found.sequences,
+        length=found.length,
+        eps=found.eps,
+        bos=found.bos,
+        sink_1=found.sink_rate[0],
+        bias=found.sink_rate_bias,
+    )
+
+
+def _text(requests: Sequence[Any]) -> str:
+    target = requests[0].doc.get("label") if isinstance(requests[0].doc, dict) else None
+    right = [one for one in requests if one.idx == target] or requests
+    return "".join(part for part in right[0].args if isinstance(part, str))
+
+
+def _metrics(results: dict[str, Any]) -> dict[str, TaskMetric]:
+    """Return the metrics in lm-eval's results by name, with their standard errors.
+
+    lm-eval's keys, such as `acc,none` and `acc_stderr,none`, end in the name of a filter. The filter is part of the
+    returned name unless it is `none`.
+    """
+    found: dict[str, TaskMetric] = {}
+    for key, value in results.items():
+        name, _, kind = key.partition(",")
+        if not kind or name.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        stderr = results.get(f"{name}_stderr,{kind}")
+        known = float(stderr) if isinstance(stderr, int | float) else None
+        found[name if kind == "none" else f"{name},{kind}"] = TaskMetric(value=float(value), stderr=known)
+    return found

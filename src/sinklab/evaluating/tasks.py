@@ -5,11 +5,10 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sinklab.errors import InputError, cause
+from sinklab.errors import InputError, SinklabError, cause, is_out_of_memory
 from sinklab.evaluating import hellaswag
 from sinklab.extras import require_extra
 from sinklab.files import sha256_of
@@ -54,8 +53,8 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
         data: file with the items of HellaSwag; None: the file in SINKLAB_DATA/eval, else the hub.
 
     Raises:
-        InputError: see `require_extra` and `hellaswag.read_items`; also if a name is unknown, a task needs a package
-            that is not installed, items cannot be downloaded, or `data` is set and HellaSwag is not in `names`.
+        InputError: if a name is unknown, a package is not installed, items cannot be read or downloaded, or `data` is
+            set and HellaSwag is not in `names`.
     """
     require_extra("eval", ("lm_eval", "accelerate"), "a downstream task")
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  # an extra
@@ -67,7 +66,7 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
         )
     file = (data or hellaswag.local_file()) if hellaswag.NAME in names else None
     found: dict[str, ChosenTask] = {}
-    with quiet():
+    with inside_lm_eval():
         manager = None
         for name in names:
             if file and name == hellaswag.NAME:
@@ -92,7 +91,7 @@ def chosen_task(name: str, data: Path | None) -> ChosenTask:
     """Load one task by its name, with its items (see `chosen_tasks`).
 
     Raises:
-        InputError: see `chosen_tasks`; also if the name is a group or tag with several tasks.
+        InputError: if the task is unusable, or the name is that of a group or tag with several tasks.
     """
     found = chosen_tasks([name], data)
     if len(found) != 1:
@@ -101,19 +100,33 @@ def chosen_task(name: str, data: Path | None) -> ChosenTask:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Hide lm-eval's log messages below ERROR, and its progress bars for building requests, in the `with` block."""
-    from lm_eval.api import task  # pyright: ignore[reportMissingImports]  # an extra
+def inside_lm_eval(name: str = "") -> Iterator[None]:
+    """Hide lm-eval's messages below ERROR and its progress bars in the `with` block.
 
-    logger, bars = logging.getLogger("lm_eval"), task.tqdm
-    before = logger.level
+    With the name of a task, exceptions other than out-of-memory errors are converted to a SinklabError that names it.
+    """
+    from lm_eval.api import model, task  # pyright: ignore[reportMissingImports]  # an extra
+    from lm_eval.models import huggingface  # pyright: ignore[reportMissingImports]
+
+    logger, modules = logging.getLogger("lm_eval"), (task, model, huggingface)
+    before, bars = logger.level, [module.tqdm for module in modules]
     logger.setLevel(logging.ERROR)
-    task.tqdm = partial(bars, disable=True)
+    for module, bar in zip(modules, bars, strict=True):
+        module.tqdm = lambda *args, bar=bar, **settings: bar(*args, **{**settings, "disable": True})
     try:
         yield
+    except SinklabError:
+        raise
+    except Exception as error:
+        if not name or is_out_of_memory(error):
+            raise
+        raise SinklabError(
+            f"lm-eval cannot evaluate this model on {name} ({type(error).__name__}: {cause(error)})"
+        ) from error
     finally:
         logger.setLevel(before)
-        task.tqdm = bars
+        for module, bar in zip(modules, bars, strict=True):
+            module.tqdm = bar
 
 
 def _from_hub(manager: Any, name: str) -> dict[str, ChosenTask]:

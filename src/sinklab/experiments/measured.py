@@ -28,7 +28,7 @@ from sinklab.experiments.passes import ModelChoice, Pass, Subject, enumerated, p
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.results import CellResults, measured_numbers, named_values
 from sinklab.experiments.summary import summarise, summary_entry
-from sinklab.jobs.progress import Observer, ignore
+from sinklab.jobs import Observer, ignore
 from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress

@@ -187,7 +187,7 @@ def _scores(
         (TableColumn("Speed", "tokens / s", ",.0f"), _of_runs(run.tokens_per_second for run in done)),
         (TableColumn("Memory", "peak, MB", ",.0f"), _of_runs(run.peak_memory_mb for run in done)),
         *(
-            (TableColumn(*one.column, ",.3f", help=one.explained), _of_runs(found.get(one.name) for found in assessed))
+            (TableColumn(*one.column, ",.3f", help=one.label), _of_runs(found.get(one.name) for found in assessed))
             for one in NUMBERS
             if one.column and numbers
         ),

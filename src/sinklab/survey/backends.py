@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from sinklab.errors import InputError
-from sinklab.jobs.progress import Observer, StepProgress, ignore
+from sinklab.jobs import Observer, StepProgress, ignore
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision
 from sinklab.opening import is_run, open_model
 from sinklab.survey.measure_one import read_tokens

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from sinklab.errors import InputError
-from sinklab.jobs.progress import Observer, ignore
+from sinklab.jobs import Observer, ignore
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision, name_in_results

@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 from sinklab.data.sources.rows import without_kind
 from sinklab.data.sources.textfiles import notes_on_folder, text_files
 from sinklab.errors import InputError
-from sinklab.jobs.progress import JobEvent, Observer, ignore
+from sinklab.jobs import JobEvent, Observer, ignore
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, name_in_results

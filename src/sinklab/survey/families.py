@@ -13,7 +13,7 @@ import torch
 
 from sinklab.device import float32_if_emulated, pick_device
 from sinklab.errors import InputError
-from sinklab.jobs.progress import Observer, ignore
+from sinklab.jobs import Observer, ignore
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, DEVICE_MAP, Loading

@@ -17,8 +17,7 @@ import torch
 from sinklab.data.sources.corpora import identity
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json
-from sinklab.jobs.ledger import AnyDocument, JobStep, Ledger, check_request, run_steps, unsaved
-from sinklab.jobs.progress import Observer, StepProgress, ignore
+from sinklab.jobs import AnyDocument, JobStep, Ledger, Observer, StepProgress, check_request, ignore, run_steps, unsaved
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.highest import in_brackets, later_sink_text
 from sinklab.models.hooks import Progress

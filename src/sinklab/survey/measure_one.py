@@ -19,7 +19,7 @@ from torch import Tensor
 from sinklab.data.sources.textfiles import ReadCounts, expanded, notes_on_folder, text_files
 from sinklab.data.spelling import UNKNOWN
 from sinklab.errors import InputError
-from sinklab.jobs.ledger import unsaved
+from sinklab.jobs import unsaved
 from sinklab.measuring import inputs
 from sinklab.measuring.frames import remove_tables
 from sinklab.measuring.measurement import Measurement

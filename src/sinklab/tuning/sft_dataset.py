@@ -62,7 +62,7 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
 
     Raises:
         InputError: if the model, a file or an option is unusable.
-        SinklabError: see `open_model`, such as if no checkpoint of a run is valid.
+        SinklabError: if no checkpoint of a run is valid.
     """
     try:
         given = None if sources.template is None else sources.template.read_text(encoding="utf-8")
@@ -89,7 +89,15 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
             counts=read,
         )
         tokens_NT = opened.arrange(token_rows(rows), len(rows[0].prefix), None)
-    notes = [*_notes_of_loading(opened), *template.notes, counts, *read.notes()]
+    notes = [*opened.notes, *template.notes, counts, *read.notes()]
+    if opened.step is not None:
+        data = load_recipe(str(Path(opened.name) / "recipe.yaml")).data
+        notes.insert(0, f"the checkpoint of the run is from step {opened.step:,}")
+        if data.fixed_token is not None or data.random_tokens is not None:
+            notes.append(
+                "the run was trained with data.fixed_token or data.random_tokens, which are not applied to the "
+                "conversations"
+            )
     if sources.text is not None:
         notes += notes_on_folder(expanded(str(sources.text)))
     if len(tokens_NT) < settings.sequences:
@@ -134,16 +142,3 @@ def open_trainable(name: str, loading: Loading) -> Model:
             f"the weights of {name} are quantised ({method}) and cannot be trained: use the unquantised model"
         )
     return model
-
-
-def _notes_of_loading(model: Model) -> list[str]:
-    if model.step is None:
-        return [*model.notes]
-    notes = [f"the checkpoint of the run is from step {model.step:,}", *model.notes]
-    data = load_recipe(str(Path(model.name) / "recipe.yaml")).data
-    if data.fixed_token is not None or data.random_tokens is not None:
-        notes.append(
-            "the run was trained with data.fixed_token or data.random_tokens, which are not applied to the "
-            "conversations"
-        )
-    return notes

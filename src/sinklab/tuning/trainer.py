@@ -22,57 +22,61 @@ from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
 from sinklab.errors import SinklabError
-from sinklab.jobs.progress import StepProgress
+from sinklab.jobs import StepProgress
 from sinklab.measuring.huggingface.callback import EVAL_PREFIX, SinkCallback
 from sinklab.model.loss import IGNORED
 from sinklab.models.native import is_exported
 from sinklab.tuning.chats import TokenizedChat
 from sinklab.tuning.sft_dataset import SftDataset
-from sinklab.tuning.tuned_directory import METRICS, UPDATES, TuneEvaluation, TuneUpdate, mark_complete, write_rows
+from sinklab.tuning.tuned_directory import METRICS, SINK, UPDATES, rows_of, write_rows
 
 
 @dataclass(eq=False)
 class TuneRecord(TrainerCallback):
-    """Callback that collects updates and evaluations from the Trainer's logs and writes them with every checkpoint.
+    """Callback that adds the sink to the Trainer's log history, and writes its rows with every checkpoint.
 
     Attributes:
         folder: folder of metrics.jsonl and updates.jsonl.
-        updates, evaluations: rows of the two files; initially those up to the checkpoint from which training resumes.
         sink: sink callback of the same trainer, called before this callback.
         should_stop: callback, called after every update; if it returns True, a checkpoint is saved and training stops.
         progress: progress reporter; a unit is one update, and every evaluation is reported as a note.
     """
 
     folder: Path
-    updates: list[TuneUpdate]
-    evaluations: list[TuneEvaluation]
     sink: SinkCallback
     should_stop: Callable[[], bool]
     progress: StepProgress
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Record a log entry of the Trainer if it is from an update or an evaluation.
+        """Report an update or an evaluation, and add the sink metrics of an evaluation to the log history.
 
         Raises:
             SinklabError: if a loss or gradient is not finite.
         """
-        step = state.global_step
+        step, remedy = state.global_step, "lower --lr, or inspect the model with `sinklab measure`"
         if logs and "loss" in logs and "grad_norm" in logs:
-            made = TuneUpdate(step=step, loss=logs["loss"], grad_norm=logs["grad_norm"], lr=logs["learning_rate"])
-            if not (math.isfinite(made.loss) and math.isfinite(made.grad_norm)):
+            loss, gradient = logs["loss"], logs["grad_norm"]
+            if not (math.isfinite(loss) and math.isfinite(gradient)):
                 raise SinklabError(
-                    f"update {step} has loss {made.loss} and gradient norm {made.grad_norm}, which must be finite: "
-                    "lower --lr, or inspect the model with `sinklab measure`. Earlier checkpoints are unchanged"
+                    f"update {step} has loss {loss} and gradient norm {gradient}, which must be finite: {remedy}. "
+                    "Earlier checkpoints are unchanged"
                 )
-            self.updates.append(made)
-            self.progress.advance(text=f"loss {made.loss:.3f}, gradient {made.grad_norm:.3g}")
+            self.progress.advance(text=f"loss {loss:.3f}, gradient {gradient:.3g}")
         elif logs and f"{EVAL_PREFIX}loss" in logs:
             if not math.isfinite(loss := logs[f"{EVAL_PREFIX}loss"]):
                 raise SinklabError(
-                    f"the loss on held-out conversations is {loss} after update {step}, but must be finite: lower "
-                    "--lr, or inspect the model with `sinklab measure`. Earlier checkpoints are unchanged"
+                    f"the loss on held-out conversations is {loss} after update {step}, but must be finite: {remedy}. "
+                    "Earlier checkpoints are unchanged"
                 )
-            self._add_evaluation(step, loss)
+            found = self.sink.measurement
+            assert found is not None, "the sink callback is called first"
+            fields = {"sink_rate": [*found.sink_rate], "sink_rate_bias": found.sink_rate_bias}
+            state.log_history[-1][SINK] = {**fields, "hidden_norm_ratio": found.hidden_norm_ratio}
+            made = rows_of(state.log_history)[1][-1]
+            trained = "" if made.train_loss is None else f"train {made.train_loss:.4f}, "
+            gradient = "" if made.grad_norm is None else f", gradient {made.grad_norm:.3g}"
+            sink = f"Sink_1 {made.sink_rate[0]:.2f} %"
+            self.progress.note(f"step {step}: {trained}held out {loss:.4f}, {sink}{gradient}")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save a checkpoint and stop training if `should_stop` returns True."""
@@ -80,34 +84,10 @@ class TuneRecord(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write metrics.jsonl and updates.jsonl, and mark the checkpoint as complete."""
-        write_rows(self.folder / UPDATES, self.updates)
-        write_rows(self.folder / METRICS, self.evaluations)
-        mark_complete(Path(args.output_dir), state.global_step)
-
-    def _add_evaluation(self, step: int, loss: float) -> None:
-        measurement = self.sink.measurement
-        assert measurement is not None  # the sink callback is called first
-        before = self.evaluations[-1].step if self.evaluations else 0
-        since = [one for one in self.updates if one.step > before]
-        last = self.updates[-1] if self.updates else None
-        made = TuneEvaluation(
-            step=step,
-            train_loss=sum(one.loss for one in since) / len(since) if since else None,
-            valid_loss=loss,
-            sink_rate=list(measurement.sink_rate),
-            sink_rate_bias=measurement.sink_rate_bias,
-            hidden_norm_ratio=measurement.hidden_norm_ratio,
-            lr=last and last.lr,
-            grad_norm=last and last.grad_norm,
-            grad_norm_max=max((one.grad_norm for one in since), default=None),
-        )
-        self.evaluations.append(made)
-        trained = "" if made.train_loss is None else f"train {made.train_loss:.4f}, "
-        gradient = "" if made.grad_norm is None else f", gradient {made.grad_norm:.3g}"
-        self.progress.note(
-            f"step {made.step}: {trained}held out {made.valid_loss:.4f}, Sink_1 {made.sink_rate[0]:.2f} %{gradient}"
-        )
+        """Write metrics.jsonl and updates.jsonl."""
+        updates, evaluations = rows_of(state.log_history)
+        write_rows(self.folder / UPDATES, updates)
+        write_rows(self.folder / METRICS, evaluations)
 
 
 class Tuner(SFTTrainer):

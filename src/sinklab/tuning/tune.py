@@ -9,15 +9,14 @@ from pathlib import Path
 from sinklab.errors import InputError, SinklabError
 from sinklab.extras import require_extra
 from sinklab.files import is_full, sha256_of
-from sinklab.jobs.ledger import Ledger, check_request
-from sinklab.jobs.progress import JobEvent, Observer, StepProgress, ignore
+from sinklab.jobs import JobEvent, Ledger, Observer, StepProgress, check_request, ignore
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, without_bars
 from sinklab.models.native import is_exported
 from sinklab.signals import stop_on_signals
 from sinklab.tuning import tuned_directory
 from sinklab.tuning.settings import TuneOptions, settings_for
 from sinklab.tuning.sft_dataset import SftDataset, TuneSources, prepare_dataset
-from sinklab.tuning.tuned_directory import CHECKPOINTS, METRICS, MODEL, SFT, UPDATES, TuneEvaluation, TuneUpdate, Tuning
+from sinklab.tuning.tuned_directory import CHECKPOINTS, METRICS, MODEL, SFT, UPDATES, Tuning
 
 
 @dataclass(frozen=True)
@@ -117,19 +116,14 @@ def _train(found: Tuning, data: SftDataset, out: Path, ledger: Ledger[Tuning], o
 
     begun, folder, steps, exit_status = time.perf_counter(), out / CHECKPOINTS, data.tuning.asked.steps, 0
     ledger.save(found)
-    tuned_directory.discard_torn(folder)
-    step, place = tuned_directory.newest(folder) or (0, None)
-    updates = [row for row in tuned_directory.read_rows(out / UPDATES, TuneUpdate) if row.step <= step]
-    evaluations = [
-        row for row in tuned_directory.read_rows(out / METRICS, TuneEvaluation) if row.step <= step and place
-    ]
-    if step < steps:
+    place, updates, evaluations = tuned_directory.newest(folder)
+    if len(updates) < steps:
         sink, progress = SinkCallback(data.tokens_NT, eps=data.tuning.asked.eps), StepProgress("updates", observe)
         with stop_on_signals() as should_stop:
-            record = TuneRecord(out, updates, evaluations, sink, should_stop, progress)
-            progress.note(f"resumes after {step} of {steps} updates" if step else f"{steps} updates")
-            progress.begin(steps, done=step)
-            made = tuner(data, folder, [sink, record], begins=place is None)
+            done = len(updates)
+            progress.note(f"resumes after {done} of {steps} updates" if done else f"{steps} updates")
+            progress.begin(steps, done=done)
+            made = tuner(data, folder, [sink, TuneRecord(out, sink, should_stop, progress)], begins=place is None)
             try:
                 made.train(resume_from_checkpoint=str(place) if place else None)
             except Exception as error:
@@ -140,8 +134,8 @@ def _train(found: Tuning, data: SftDataset, out: Path, ledger: Ledger[Tuning], o
                     "checkpoint"
                 ) from error
             exit_status = should_stop.exit_status
-        step, place = tuned_directory.newest(folder) or (0, None)
-    done = step == steps
+        place, updates, evaluations = tuned_directory.newest(folder)
+    done = len(updates) == steps
     found = found.model_copy(
         update={
             "base": evaluations[0] if evaluations else None,

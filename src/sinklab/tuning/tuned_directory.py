@@ -6,8 +6,9 @@ Losses are in nats per assistant token, sink rates in percent. See docs/sft.md.
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field
 
@@ -22,10 +23,13 @@ from sinklab.tuning.settings import TuneManifest
 SFT, METRICS, UPDATES = "sft.json", "metrics.jsonl", "updates.jsonl"
 MODEL, CHECKPOINTS = "model", "checkpoints"
 PREFIX = "checkpoint-"
-COMPLETE = "complete"
-"""Marker file of complete checkpoints; training resumes only from a checkpoint with this file."""
+STATE = "trainer_state.json"
+"""State of the Trainer, the last file of a checkpoint; training resumes only from a checkpoint with this file."""
 
-NOT_THE_MODEL = ("*.pt", "*.pth", "training_args.bin", "trainer_state.json", "README.md", COMPLETE)
+SINK = "sink"
+"""Key of the sink metrics in the Trainer's log of an evaluation."""
+
+NOT_THE_MODEL = ("*.pt", "*.pth", "training_args.bin", STATE, "README.md")
 """Glob patterns of checkpoint files that are not part of the model."""
 
 AnyRow = TypeVar("AnyRow", bound=BaseModel)
@@ -159,30 +163,42 @@ def write_rows(path: Path, rows: Sequence[BaseModel]) -> None:
 
     Raises:
         ValueError: if a row contains NaN or an infinite number.
-        InputError, SinklabError: see `write_text`.
+        InputError, SinklabError: if the file cannot be written.
     """
     write_text(path, "".join(json.dumps(row.model_dump(mode="json"), allow_nan=False) + "\n" for row in rows))
 
 
-def mark_complete(folder: Path, step: int) -> None:
-    """Mark the checkpoint of a step, if it exists, as complete."""
-    checkpoint = folder / f"{PREFIX}{step}"
-    if checkpoint.is_dir():
-        write_text(checkpoint / COMPLETE, "")
+def newest(folder: Path) -> tuple[Path | None, list[TuneUpdate], list[TuneEvaluation]]:
+    """Return the newest complete checkpoint in `folder`, or None, and the updates and evaluations up to it."""
+    found = {int(path.parent.name.removeprefix(PREFIX)): path for path in folder.glob(f"{PREFIX}*/{STATE}")}
+    for step in sorted(found, reverse=True):
+        with suppress(ValueError, OSError):  # torn while it was written
+            return found[step].parent, *rows_of(json.loads(found[step].read_text(encoding="utf-8"))["log_history"])
+    return None, [], []
 
 
-def newest(folder: Path) -> tuple[int, Path] | None:
-    """Return the step and path of the newest complete checkpoint in `folder`, or None."""
-    complete = [path.parent for path in folder.glob(f"{PREFIX}*/{COMPLETE}")]
-    found = [(int(path.name.removeprefix(PREFIX)), path) for path in complete if path.name[len(PREFIX) :].isdigit()]
-    return max(found, default=None)
-
-
-def discard_torn(folder: Path) -> None:
-    """Remove the incomplete checkpoints in `folder`."""
-    for path in folder.glob(f"{PREFIX}*"):
-        if path.is_dir() and not (path / COMPLETE).exists():
-            shutil.rmtree(path)
+def rows_of(history: Sequence[dict[str, Any]]) -> tuple[list[TuneUpdate], list[TuneEvaluation]]:
+    """Return the rows of updates.jsonl and metrics.jsonl from the Trainer's log history."""
+    updates: list[TuneUpdate] = []
+    evaluations: list[TuneEvaluation] = []
+    for one in history:
+        if "loss" in one and "grad_norm" in one:
+            update = {"loss": one["loss"], "grad_norm": one["grad_norm"], "lr": one["learning_rate"]}
+            updates.append(TuneUpdate(step=one["step"], **update))
+        elif SINK in one:
+            since = [row for row in updates if row.step > (evaluations[-1].step if evaluations else 0)]
+            evaluations.append(
+                TuneEvaluation(
+                    step=one["step"],
+                    train_loss=sum(row.loss for row in since) / len(since) if since else None,
+                    valid_loss=one["eval_loss"],
+                    **one[SINK],
+                    lr=updates[-1].lr if updates else None,
+                    grad_norm=updates[-1].grad_norm if updates else None,
+                    grad_norm_max=max((row.grad_norm for row in since), default=None),
+                )
+            )
+    return updates, evaluations
 
 
 def write_model(checkpoint: Path, directory: Path, tuning: Tuning, is_ours: bool) -> None:

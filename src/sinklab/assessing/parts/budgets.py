@@ -21,30 +21,28 @@ A fraction f of the KV heads keeps all keys and the other heads keep C keys. The
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import AssessPart, AssessText, DrawnEffect, Effect, PartFigure, PartJob, PartNumber, PartRow
-from sinklab.assessing.parts.streaming import Kept, RollingCache
+from sinklab.assessing.cache_policies import FIRST_AND_RECENT, CachePolicy, KeyBudget, policies_of
+from sinklab.assessing.part import AssessPart, PartFigure, PartNumber, PartRow, TextSize
 from sinklab.assessing.reading import (
     DRAWS,
+    DrawnEffect,
+    Effect,
     HeadCost,
-    KeyHeads,
-    PairedReader,
-    Step,
+    HeadSet,
+    PartInput,
     chosen_heads,
     first_importance,
-    key_heads,
-    mean_effect,
 )
 from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
-from sinklab.models.adapter import Adapter
 from sinklab.models.intercept import intercept
 from sinklab.plots import PlotAxis
 
@@ -90,14 +88,14 @@ class Budgets(AssessPart):
             "budget_by_head_added",
             "All keys for a quarter of the heads, few for the others, added loss",
             ("By head", "nats added"),
-            "a cache that keeps all keys for the quarter of the heads that need them most, and few for the others",
         ),
-        PartNumber(
-            "budget_for_all_added",
-            "The same budget for all heads, added loss",
-            ("For all", "nats added"),
-            "the same total number of keys, shared equally by all heads",
-        ),
+        PartNumber("budget_for_all_added", "The same budget for all heads, added loss", ("For all", "nats added")),
+    )
+    layout = PartFigure(
+        "Budgets by head",
+        "Loss added to {0.unchanged.loss:.3f} when some KV heads keep all {0.length:,} keys and the others {0.size}, "
+        "including the first {0.first} (DuoAttention, 2410.10819), or when all heads keep the same number of keys.",
+        PlotAxis("Keys per head at the end of the text, mean", "x", "keys"),
     )
 
     size: int
@@ -109,29 +107,69 @@ class Budgets(AssessPart):
     policies: list[HeadBudget]
 
     @classmethod
-    def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
-        tokens_NT, others_MT = text.split(settings.sequences, settings.head_sequences, settings.length)
-        adapter = text.model.adapter
-        run = partial(assess_budgets, adapter, tokens_NT, others_MT, settings)
-        passes, passes_by_head = 2 + len(FRACTIONS) * (3 + DRAWS), 2 + len(key_heads(adapter))
-        return PartJob(passes * len(tokens_NT) + passes_by_head * len(others_MT), run)
+    def text_size(cls, settings: AssessSettings) -> TextSize:
+        return TextSize(settings.sequences, settings.length, others=settings.head_sequences)
+
+    @classmethod
+    def run(cls, given: PartInput) -> "Budgets":
+        """Measure the cost of restricting each KV head, on the other sequences, and the loss for every policy."""
+        settings, S = given.settings, given.tokens_NT.shape[1] + given.adapter.leading
+        size = KeyBudget(min(settings.budgets), min(settings.most_kept, min(settings.budgets) - 1), settings.seed)
+        alone = given.reader_of_others()
+        heads = alone.by_key_head(lambda chosen: RestrictedHeads(size, chosen))
+        shares: dict[tuple[int, int], list[Tensor]] = {(one.layer, one.head): [] for one in heads}
+
+        def observe(layer: LayerCall) -> None:
+            for head, share_BR in enumerate(first_importance(layer).chunk(layer.call.k_BGTD.shape[1], 1), 1):
+                shares[layer.index, head].append(share_BR.flatten().cpu())
+
+        with intercept(given.adapter, observe=observe):
+            alone.observed()
+        names, sink_shares = list(shares), {head: float(torch.cat(found).mean()) for head, found in shares.items()}
+        costliest = [(one.layer, one.head) for one in sorted(heads, key=lambda one: -one.kl)]
+        least = sorted(names, key=lambda head: sink_shares[head])
+        reader, draw = given.reader(), random.Random(settings.seed)
+        conditions = []
+        for full in FRACTIONS:
+            count = round(full * len(names))
+            keys = (count * S + (len(names) - count) * size.keys) / len(names)
+            drawn = [draw.sample(names, count) for _ in range(DRAWS)]
+            for policy, sets in ((BY_COST, [costliest[:count]]), (BY_SINK, [least[:count]]), (RANDOM, drawn)):
+                edits = [RestrictedHeads(size, frozenset(names) - set(some)) for some in sets]
+                conditions.append(({"policy": policy, "full": full, "keys": keys}, edits))
+            for one in policies_of(cls.name):
+                policy = FOR_ALL if one is FIRST_AND_RECENT else f"{FOR_ALL}, {one.name}"
+                equal = partial(one.evict, size=KeyBudget(round(keys), size.first, size.seed))
+                conditions.append(({"policy": policy, "full": full, "keys": keys}, [equal]))
+        return cls(
+            **reader.result_fields(),
+            size=size.keys,
+            first=size.first,
+            heads=heads,
+            sink_shares=list(sink_shares.values()),
+            retrieval=costliest[: round(SHOWN_FULL * len(names))],
+            policies=reader.effects(HeadBudget, conditions),
+            restricted=reader.under(RestrictedHeads(size, frozenset(names))).effect(),
+        )
 
     def rows(self) -> Iterator[PartRow]:
         """The answers are the losses of all policies at f = 1/4."""
         yield self.unchanged_row()
-        yield self.row(f"{self.size} keys, first {self.first} kept", self.restricted)
+        points = [(policy, self.size) for policy in dict.fromkeys(one.policy for one in self.policies)]
+        yield self.row(f"{self.size} keys, first {self.first} kept", self.restricted, points=points)
         names = {BY_COST: ["budget_by_head_added"], FOR_ALL: ["budget_for_all_added"]}
         for one in self.policies:
             keys, S, is_shown = round(one.keys), self.length, one.full == SHOWN_FULL
             share = round(one.full * len(self.heads)) / len(self.heads)
             apart = share * (S + 1) / 2 + (1 - share) * _mean_keys(self.size, S)
-            mean = _mean_keys(keys, S) if one.policy == FOR_ALL else apart
+            mean = _mean_keys(keys, S) if one.policy.startswith(FOR_ALL) else apart
             yield self.row(
                 f"{one.policy}, {100 * one.full:g} % full",
                 one,
                 f"{keys:,} keys per head at the end, {mean:,.0f} on average",
                 answer=f"{one.keys:,.0f} of {S:,} keys, {one.policy}" if is_shown else "",
                 numbers=names.get(one.policy, []) if is_shown else [],
+                points=[(one.policy, one.keys)],
             )
 
     def remark(self) -> str:
@@ -143,18 +181,6 @@ class Budgets(AssessPart):
             f"account for {100 * share:.0f} % of the summed KL divergence; the largest (layer.head): {costliest}"
         )
 
-    def figure(self) -> PartFigure:
-        none = [self.point(self.restricted, policy, self.size) for policy in (BY_COST, BY_SINK, RANDOM, FOR_ALL)]
-        return PartFigure(
-            "Budgets by head",
-            f"Loss added to {self.unchanged.loss:.3f} when some KV heads keep all {self.length:,} keys and the others "
-            f"{self.size}, including the first {self.first} (DuoAttention, 2410.10819), or when all heads keep the "
-            "same number of keys.",
-            [*none, *(self.point(one, one.policy, one.keys) for one in self.policies)],
-            PlotAxis("Keys per head at the end of the text, mean", "x", "keys"),
-            series=(BY_COST, BY_SINK, RANDOM, FOR_ALL),
-        )
-
 
 def _mean_keys(size: int, length: int) -> float:
     """Return the mean of min(t, size) over the queries t = 1 .. length."""
@@ -163,67 +189,19 @@ def _mean_keys(size: int, length: int) -> float:
 
 @dataclass(frozen=True)
 class RestrictedHeads:
-    """Attention edit that restricts KV heads to the first `first` and the most recent `size - first` keys."""
+    """Attention edit that restricts KV heads to the keys that a policy keeps."""
 
-    size: int
-    first: int
-    heads: KeyHeads
+    size: KeyBudget
+    heads: HeadSet
+    policy: CachePolicy = FIRST_AND_RECENT
 
     def __call__(self, layer: LayerCall) -> LayerCall:
         """Return the call with a mask that restricts the selected KV heads; unchanged if none is in this layer."""
-        chosen_G = chosen_heads(layer, self.heads)
+        chosen_G = chosen_heads(layer, self.heads, layer.call.k_BGTD.shape[1])
         if not chosen_G.any():
             return layer
         H, L, device = layer.call.q_BHTD.shape[1], layer.length, layer.call.q_BHTD.device
         others_H = ~chosen_G.repeat_interleave(H // len(chosen_G))
-        kept_LL = Kept(self.size, self.first).block(0, L, 0, L, device)
-        return layer.masked(Dense((kept_LL | others_H[:, None, None])[None], later=True))
-
-
-def assess_budgets(
-    adapter: Adapter, tokens_NT: Tensor, others_MT: Tensor, settings: AssessSettings, step: Step
-) -> Budgets:
-    """Measure the cost of restricting each KV head, on the sequences `others_MT`, and the loss for every policy."""
-    size = min(settings.budgets)
-    first = min(settings.most_kept, size - 1)
-    alone = PairedReader(adapter, others_MT, step)
-    heads = alone.by_key_head(lambda chosen: alone.under(RestrictedHeads(size, first, chosen)))
-    found: dict[tuple[int, int], list[Tensor]] = {(one.layer, one.head): [] for one in heads}
-
-    def observe(layer: LayerCall) -> None:
-        for head, share_BR in enumerate(first_importance(layer).chunk(layer.call.k_BGTD.shape[1], 1), 1):
-            found[layer.index, head].append(share_BR.flatten().cpu())
-
-    with intercept(adapter, observe=observe):
-        alone.observed()
-    names, shares = list(found), {head: float(torch.cat(values).mean()) for head, values in found.items()}
-    costliest = [(one.layer, one.head) for one in sorted(heads, key=lambda one: -one.kl)]
-    least = sorted(names, key=lambda head: shares[head])
-    reader, draw = PairedReader(adapter, tokens_NT, step), random.Random(settings.seed)
-    S = tokens_NT.shape[1] + adapter.leading
-
-    def restricted(full: Sequence[tuple[int, int]]) -> Effect:
-        return reader.under(RestrictedHeads(size, first, frozenset(names) - set(full))).effect()
-
-    policies = []
-    for share in FRACTIONS:
-        count = round(share * len(names))
-        keys = (count * S + (len(names) - count) * size) / len(names)
-        drawn = [draw.sample(names, count) for _ in range(DRAWS)]
-        for policy, effects in (
-            (BY_COST, [restricted(costliest[:count])]),
-            (BY_SINK, [restricted(least[:count])]),
-            (RANDOM, [restricted(full) for full in drawn]),
-            (FOR_ALL, [reader.under(RollingCache(round(keys), first, in_cache=False)).effect()]),
-        ):
-            policies.append(HeadBudget(policy=policy, full=share, keys=keys, **mean_effect(effects)))
-    return Budgets(
-        **reader.result_fields(),
-        size=size,
-        first=first,
-        heads=heads,
-        sink_shares=list(shares.values()),
-        retrieval=costliest[: round(SHOWN_FULL * len(names))],
-        restricted=restricted(()),
-        policies=policies,
-    )
+        mask = self.policy.mask(layer, self.size)
+        kept = mask.block(0, L, 0, L, device).expand(*mask.sizes, L, L)
+        return layer.masked(Dense(kept | others_H[:, None, None], later=True))

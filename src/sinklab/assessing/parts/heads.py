@@ -17,14 +17,14 @@ head, and a register or sink token that of a broadcast head.
 
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import AssessPart, AssessText, PartFigure, PartJob, PartRow
-from sinklab.assessing.reading import PairedReader, Step, refused
+from sinklab.assessing.part import AssessPart, PartFigure, PartRow
+from sinklab.assessing.reading import PartInput, refused
 from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.measuring.options import SINK_EPS
@@ -73,6 +73,23 @@ class Heads(AssessPart):
     name = "heads"
     question = "What do heads with a sink do?"
 
+    layout = PartFigure(
+        "Roles of the heads",
+        "One point per head; the sink is the {0.sink}. In a nop head the value of the sink is negligible; in a "
+        "broadcast head it is large, and the head's output has a low rank (2606.08105). {0.counted}.",
+        PlotAxis("Share of attention on the sink (percent)", "percent", "share, percent", domain=(0, 100)),
+        PlotAxis("|v| of the sink over that of the other keys", "value_norm", "value norm relative to the other keys"),
+        kind="scatter",
+        reference=1.0,
+        colour="kind",
+        tooltip=(
+            ("layer", "layer", "d"),
+            ("head", "head", "d"),
+            ("output_share", "share of the head's output", ".3f"),
+            ("effective_rank", "effective rank", ".1f"),
+        ),
+    )
+
     sink: Literal["bias", "first position", "bias or first position"]
     width: int
     heads: list[HeadRole]
@@ -80,12 +97,48 @@ class Heads(AssessPart):
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
-        return refused(adapter, compute=lambda layer: layer.weighted(*layer.scores()))
+        return refused(adapter, lambda layer: layer.weighted(*layer.scores()))
 
     @classmethod
-    def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
-        tokens_NT = text.sequences(settings.sequences, settings.length)
-        return PartJob(2 * len(tokens_NT), partial(assess_heads, text.model.adapter, tokens_NT))
+    def run(cls, given: PartInput) -> "Heads":
+        """Classify every query head by the role of its sink."""
+        reader, with_bias = given.reader(), set[bool]()
+        sums: dict[int, list[Tensor]] = {}
+
+        def add_sums(layer: LayerCall) -> Tensor:
+            scores_BHLL, bias_BHL = layer.scores()
+            out_BHLV = layer.weighted(scores_BHLL, bias_BHL)
+            with_bias.add(bias_BHL is not None)
+            here = _sums(layer, scores_BHLL, bias_BHL, out_BHLV)
+            before = sums.get(layer.index)
+            sums[layer.index] = here if before is None else [a + b for a, b in zip(before, here, strict=True)]
+            return out_BHLV
+
+        reader.observed(add_sums)
+        roles = []
+        for layer, (share_H, value_H, other_H, added_H, output_H, gram_HVV) in sorted(sums.items()):
+            value_norm_H, output_share_H = value_H / other_H.clamp(min=1e-30), added_H / output_H.clamp(min=1e-30)
+            numbers_3H = (share_H / len(given.tokens_NT), value_norm_H, output_share_H)
+            for head, (share, value_norm, output_share) in enumerate(torch.stack(numbers_3H, 1).tolist(), 1):
+                rank = effective_rank(gram_HVV[head - 1])
+                roles.append(
+                    HeadRole(
+                        layer=layer,
+                        head=head,
+                        share=share,
+                        value_norm=value_norm,
+                        output_share=output_share,
+                        effective_rank=rank,
+                        kind=kind_of(share, value_norm, output_share, rank / gram_HVV.shape[-1]),
+                    )
+                )
+        return cls(
+            **reader.result_fields(),
+            sink="bias or first position" if len(with_bias) > 1 else "bias" if True in with_bias else "first position",
+            width=sums[1][-1].shape[-1],
+            heads=roles,
+            counts=dict(Counter(role.kind for role in roles)),
+        )
 
     def rows(self) -> Iterator[PartRow]:
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
@@ -94,79 +147,16 @@ class Heads(AssessPart):
     def remark(self) -> str:
         return f"heads ({self.sink}): {next(self.rows()).answer}"
 
+    @property
+    def counted(self) -> str:
+        """Number of heads of each kind that occurs, in the order of `HeadKind`."""
+        return ", ".join(f"{self.counts[kind]} {kind}" for kind in get_args(HeadKind) if self.counts.get(kind))
+
     def figure(self) -> PartFigure:
+        rows = [{**head.model_dump(), "percent": 100 * head.share} for head in self.heads]
+        scale = "log" if all(head.value_norm > 0 for head in self.heads) else "linear"
         kinds = [kind for kind in get_args(HeadKind) if self.counts.get(kind)]
-        counts = ", ".join(f"{self.counts[kind]} {kind}" for kind in kinds)
-        return PartFigure(
-            "Roles of the heads",
-            f"One point per head; the sink is the {self.sink}. In a nop head the value of the sink is negligible; in a "
-            "broadcast head it is large, and the head's output has a low rank (2606.08105). "
-            f"{counts}.",
-            [{**head.model_dump(), "percent": 100 * head.share} for head in self.heads],
-            PlotAxis("Share of attention on the sink (percent)", "percent", "share, percent", domain=(0, 100)),
-            PlotAxis(
-                "|v| of the sink over that of the other keys",
-                "value_norm",
-                "value norm relative to the other keys",
-                scale="log" if all(head.value_norm > 0 for head in self.heads) else "linear",
-                format="~g",
-            ),
-            kind="scatter",
-            reference=1.0,
-            colour="kind",
-            series=kinds,
-            tooltip=(
-                ("layer", "layer", "d"),
-                ("head", "head", "d"),
-                ("output_share", "share of the head's output", ".3f"),
-                ("effective_rank", "effective rank", ".1f"),
-            ),
-        )
-
-
-def assess_heads(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Heads:
-    """Classify every query head by the role of its sink.
-
-    Raises:
-        InputError: if the attention weights cannot be computed (`LayerCall.scores`).
-    """
-    reader, with_bias = PairedReader(adapter, tokens_NT, step), set[bool]()
-    sums: dict[int, list[Tensor]] = {}
-
-    def add_sums(layer: LayerCall) -> Tensor:
-        scores_BHLL, bias_BHL = layer.scores()
-        out_BHLV = layer.weighted(scores_BHLL, bias_BHL)
-        with_bias.add(bias_BHL is not None)
-        here = _sums(layer, scores_BHLL, bias_BHL, out_BHLV)
-        before = sums.get(layer.index)
-        sums[layer.index] = here if before is None else [a + b for a, b in zip(before, here, strict=True)]
-        return out_BHLV
-
-    reader.observed(compute=add_sums)
-    roles = []
-    for layer, (share_H, value_H, other_H, added_H, output_H, gram_HVV) in sorted(sums.items()):
-        numbers_3H = (share_H / len(tokens_NT), value_H / other_H.clamp(min=1e-30), added_H / output_H.clamp(min=1e-30))
-        numbers = zip(*(x_H.tolist() for x_H in numbers_3H), strict=True)
-        for head, (share, value_norm, output_share) in enumerate(numbers, start=1):
-            rank = effective_rank(gram_HVV[head - 1])
-            roles.append(
-                HeadRole(
-                    layer=layer,
-                    head=head,
-                    share=share,
-                    value_norm=value_norm,
-                    output_share=output_share,
-                    effective_rank=rank,
-                    kind=kind_of(share, value_norm, output_share, rank / gram_HVV.shape[-1]),
-                )
-            )
-    return Heads(
-        **reader.result_fields(),
-        sink="bias or first position" if len(with_bias) > 1 else "bias" if True in with_bias else "first position",
-        width=sums[1][-1].shape[-1],
-        heads=roles,
-        counts=dict(Counter(role.kind for role in roles)),
-    )
+        return self.drawn(rows, y=replace(self.layout.y, scale=scale, format="~g"), series=kinds)
 
 
 def _sums(layer: LayerCall, scores_BHLL: Tensor, bias_BHL: Tensor | None, out_BHLV: Tensor) -> list[Tensor]:

@@ -25,9 +25,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
+from sinklab.assessing.part import AssessPart, PartFigure, PartNumber, PartRow, several
 from sinklab.assessing.parts.heads import Heads
-from sinklab.assessing.reading import PairedReader, Step, probe
+from sinklab.assessing.reading import Effect, PartInput, probe
 from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
@@ -78,13 +78,12 @@ class KeyAblations(AssessPart):
     name = "key_ablations"
     question = "Does the model need its attention to the sink?"
     loss_without_sink = "key_ablations"
-    numbers = (
-        PartNumber(
-            "sink_hidden_added",
-            "Sink hidden, added loss",
-            ("Sink hidden", "nats added"),
-            "hiding the sink, which may be a learned bias",
-        ),
+    numbers = (PartNumber("sink_hidden_added", "Sink hidden, added loss", ("Sink hidden", "nats added")),)
+    layout = PartFigure(
+        "Ablation of the sink",
+        "Loss added to {0.unchanged.loss:.3f} by shifting the logits of the sink's {0.counted}, and of the same number "
+        "of recent and random keys as controls; a negative shift reduces the attention to the keys.",
+        PlotAxis("Shift of the logits", "x", "shift", format="+~g"),
     )
 
     sink_keys: int
@@ -94,17 +93,57 @@ class KeyAblations(AssessPart):
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
         return Heads.refusal(adapter, settings)
 
+    @property
+    def counted(self) -> str:
+        """The number of keys in each set, such as `key` or `2 keys`."""
+        return several(self.sink_keys, "key")
+
     @classmethod
-    def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
-        tokens_NT = text.sequences(settings.sequences, settings.length)
-        kinds = 4 if has_bias(text.model.adapter) else 3
-        run = partial(ablate_keys, text.model.adapter, tokens_NT, settings)
-        return PartJob((2 + kinds * (3 + len(SHIFTS))) * len(tokens_NT), run)
+    def run(cls, given: PartInput) -> "KeyAblations":
+        """Measure the loss for every ablation of the sink, and of an equal number of control keys."""
+        reader, settings = given.reader(), given.settings
+        kinds: list[Keys] = [*(["bias"] if has_bias(given.adapter) else []), "sink", "recent", "random"]
+        selections = [SelectedKeys(keys, settings.sink_tokens, settings.seed) for keys in kinds]
+        totals, rows = [0.0] * len(kinds), [0] * len(kinds)
+
+        def add_shares(layer: LayerCall) -> Tensor:
+            scores_BHLL, bias_BHL = layer.scores()
+            whole_BHL = scores_BHLL.sum(-1) + (0 if bias_BHL is None else bias_BHL)
+            whole_BHL = whole_BHL.masked_fill(whole_BHL == 0, 1)
+            for number, selection in enumerate(selections):
+                if selection.keys == "bias" and bias_BHL is not None:
+                    share_BHL, counted = bias_BHL / whole_BHL, bias_BHL.numel()
+                else:
+                    selected_HLL = selection.matrix(layer)
+                    share_BHL = (scores_BHLL * selected_HLL).sum(-1) / whole_BHL
+                    rows_HL = selected_HLL.any(-1)
+                    counted = int(rows_HL.sum()) * (share_BHL.shape[0] * share_BHL.shape[1] // len(rows_HL))
+                totals[number] += float(share_BHL.double().sum())
+                rows[number] += counted
+            return layer.weighted(scores_BHLL, bias_BHL)
+
+        given.passes.expect(len(given.tokens_NT) * (1 + len(kinds) * (3 + len(SHIFTS))))
+        reader.observed(add_shares)
+        found = []
+        for one, total, counted in zip(selections, totals, rows, strict=True):
+            hidden, zeroed, spread = (reader.under(x).effect() for x in (one.hidden, one.value_zeroed, one.spread))
+            shifted = reader.effects(Shift, [({"by": by}, partial(one.shifted, by=by)) for by in SHIFTS])
+            found.append(
+                AblatedKeys(
+                    keys=one.keys,
+                    share=total / max(counted, 1),
+                    value_zeroed=zeroed,
+                    hidden=hidden,
+                    spread=spread,
+                    shifted=[Shift(by=None, **hidden.model_dump()), *shifted],
+                )
+            )
+        return cls(**reader.result_fields(), sink_keys=settings.sink_tokens, keys=found)
 
     def rows(self) -> Iterator[PartRow]:
         """The answers are all ablations of the bias and the sink except shifts, and the control keys hidden."""
         yield self.unchanged_row()
-        names = {"bias": "learned bias", "sink": f"first {self.noun_of(self.sink_keys, 'key')}"}
+        names = {"bias": "learned bias", "sink": f"first {self.counted}"}
         for number, one in enumerate(self.keys):
             keys, is_sink, leads = one.keys, one.keys in names, number == 0  # the first is the bias, if any
             name = names.get(keys, f"as many {keys} keys")
@@ -124,20 +163,9 @@ class KeyAblations(AssessPart):
             )
             zeroed = f"value of the {name} zeroed" if is_sink else ""
             yield self.row(f"{keys}: value zeroed", one.value_zeroed, answer=zeroed)
-            yield from (self.row(f"{keys}: logit {by:+g}", one) for one in one.shifted if (by := one.by) is not None)
-
-    def figure(self) -> PartFigure:
-        rows = [
-            self.point(shift, one.keys, shift.by) for one in self.keys for shift in one.shifted if shift.by is not None
-        ]
-        return PartFigure(
-            "Ablation of the sink",
-            f"Loss added to {self.unchanged.loss:.3f} by shifting the logits of the sink's "
-            f"{self.noun_of(self.sink_keys, 'key')}, and of the same number of recent and random keys as controls; "
-            "a negative shift reduces the attention to the keys.",
-            rows,
-            PlotAxis("Shift of the logits", "x", "shift", format="+~g"),
-        )
+            for shift in one.shifted:
+                if shift.by is not None:
+                    yield self.row(f"{keys}: logit {shift.by:+g}", shift, points=[(keys, shift.by)])
 
 
 @dataclass(frozen=True)
@@ -232,51 +260,6 @@ class _WithShiftedBias(Call):
             return z + by
 
         return super().bias_logits(compose(Score(shifted), similarity))
-
-
-def ablate_keys(adapter: Adapter, tokens_NT: Tensor, settings: AssessSettings, step: Step) -> KeyAblations:
-    """Measure the loss for every ablation of the sink, and of an equal number of control keys.
-
-    Raises:
-        InputError: if the attention weights cannot be edited (`LayerCall.scores`).
-    """
-    reader = PairedReader(adapter, tokens_NT, step)
-    kinds: list[Keys] = [*(["bias"] if has_bias(adapter) else []), "sink", "recent", "random"]
-    selections = [SelectedKeys(keys, settings.sink_tokens, settings.seed) for keys in kinds]
-    totals, rows = [0.0] * len(kinds), [0] * len(kinds)
-
-    def add_shares(layer: LayerCall) -> Tensor:
-        scores_BHLL, bias_BHL = layer.scores()
-        whole_BHL = scores_BHLL.sum(-1) + (0 if bias_BHL is None else bias_BHL)
-        whole_BHL = whole_BHL.masked_fill(whole_BHL == 0, 1)
-        for number, selection in enumerate(selections):
-            if selection.keys == "bias" and bias_BHL is not None:
-                share_BHL, counted = bias_BHL / whole_BHL, bias_BHL.numel()
-            else:
-                selected_HLL = selection.matrix(layer)
-                share_BHL = (scores_BHLL * selected_HLL).sum(-1) / whole_BHL
-                rows_HL = selected_HLL.any(-1)
-                counted = int(rows_HL.sum()) * (share_BHL.shape[0] * share_BHL.shape[1] // len(rows_HL))
-            totals[number] += float(share_BHL.double().sum())
-            rows[number] += counted
-        return layer.weighted(scores_BHLL, bias_BHL)
-
-    reader.observed(compute=add_shares)
-    found = []
-    for selection, total, counted in zip(selections, totals, rows, strict=True):
-        hidden = reader.under(selection.hidden).effect()
-        shifted = {by: reader.under(partial(selection.shifted, by=by)).effect() for by in SHIFTS}
-        found.append(
-            AblatedKeys(
-                keys=selection.keys,
-                share=total / max(counted, 1),
-                value_zeroed=reader.under(compute=selection.value_zeroed).effect(),
-                hidden=hidden,
-                spread=reader.under(compute=selection.spread).effect(),
-                shifted=[Shift(by=by, **one.model_dump()) for by, one in {None: hidden, **shifted}.items()],
-            )
-        )
-    return KeyAblations(**reader.result_fields(), sink_keys=settings.sink_tokens, keys=found)
 
 
 def has_bias(adapter: Adapter) -> bool:

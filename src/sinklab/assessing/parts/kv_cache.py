@@ -39,36 +39,28 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from sinklab.assessing.part import (
-    AssessPart,
-    AssessText,
-    DrawnEffect,
-    Effect,
-    PartFigure,
-    PartJob,
-    PartNumber,
-    PartRow,
-    SinkCost,
-)
+from sinklab.assessing.part import AssessPart, PartFigure, PartNumber, PartRow, TextSize, several
 from sinklab.assessing.parts.quantisation import linear_maps
 from sinklab.assessing.parts.writer import feed_forward
 from sinklab.assessing.reading import (
     DRAWS,
     LOG_PROBABILITIES_KEPT,
     ByPosition,
+    DrawnEffect,
+    Effect,
     HeadCost,
-    KeyHeads,
+    HeadSet,
     PairedReader,
-    Step,
+    PartInput,
+    SinkCost,
     chosen_heads,
-    key_heads,
     mean_effect,
     mean_of,
     perturbed,
@@ -135,22 +127,20 @@ class KVCache(AssessPart):
     question = "Does the sink increase the loss of a quantised KV cache?"
     on_request = True
     numbers = (
-        PartNumber(
-            "cache_N_bits_added",
-            "KV cache in N bits, added loss",
-        ),
-        PartNumber(
-            "cache_added",
-            "KV cache in the fewest bits, added loss",
-            ("KV cache", "2 bits, nats added"),
-            "keys and values rounded to 2 bits",
-        ),
+        PartNumber("cache_N_bits_added", "KV cache in N bits, added loss"),
+        PartNumber("cache_added", "KV cache in the fewest bits, added loss", ("KV cache", "2 bits, nats added")),
         PartNumber(
             "cache_due_to_sink",
             "Part of the loss added by the KV cache in the fewest bits that is due to the sink",
             ("sink's part", "of these"),
-            "the part of the loss in column KV cache that is due to the sink",
         ),
+    )
+    layout = PartFigure(
+        "Rounding the KV cache",
+        "Loss added to {0.unchanged.loss:.3f} by rounding keys per channel and values per token, in groups of "
+        f"{CACHE_GROUP} (KIVI, 2402.02750): at all positions, at all but the first {{0.spared}}, at all but outlier "
+        f"tokens (2410.05265), at all but sinks (importance above {SINK_EPS}){{0.recent}}.",
+        PlotAxis("Bits", "x", "bits", order=()),
     )
 
     sink_positions: int
@@ -169,26 +159,101 @@ class KVCache(AssessPart):
         text = text_config(adapter.module.config)
         if getattr(text, "latent", None) or getattr(text, LATENT_WIDTH, None):
             return "the KV cache contains latent vectors (MLA) instead of keys and values"
-        return refused(adapter, compute=RoundedCache(HEAD_BITS, residual=settings.residual).output)
+        return refused(adapter, RoundedCache(HEAD_BITS, residual=settings.residual).output)
 
     @classmethod
-    def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
-        tokens_NT, others_MT = text.split(settings.sequences, settings.head_sequences, settings.length)
-        adapter = text.model.adapter
-        drawn = settings.sizes.draws * (1 + 4 * len(BITS))
-        passes = (2 + drawn + DRAWS) * len(tokens_NT) + (1 + len(key_heads(adapter))) * len(others_MT)
-        return PartJob(passes, partial(assess_kv_cache, adapter, tokens_NT, others_MT, settings))
+    def text_size(cls, settings: AssessSettings) -> TextSize:
+        return TextSize(settings.sequences, settings.length, others=settings.head_sequences)
+
+    @classmethod
+    def run(cls, given: PartInput) -> "KVCache":
+        """Measure the loss with the KV cache rounded to 8, 4, 3 and 2 bits, and with one KV head rounded at a time."""
+        adapter, settings, residual = given.adapter, given.settings, given.settings.residual
+        kept = LOG_PROBABILITIES_KEPT // len(given.tokens_NT)
+        one_by_one = given.tokens_NT.split(1)
+        readers = [PairedReader(adapter, tokens_1T, given.passes, kept=kept) for tokens_1T in one_by_one]
+        first, S = adapter.leading + settings.sink_tokens, adapter.leading + given.tokens_NT.shape[1]
+        none, leading = [Spared()] * len(readers), [Spared(range(first))] * len(readers)
+        pairs = [outliers_and_sinks(one) for one in readers]
+        outliers, sinks = [some for some, _ in pairs if some is not None] or None, [some for _, some in pairs]
+
+        @cache  # the sets of positions of a sequence are often equal
+        def read(n: int, bits: int, spared: Spared, heads: HeadSet | None, draw: int) -> ByPosition:
+            spared_S = torch.tensor([s in spared for s in range(S)])
+            with perturbed(adapter, draw, settings.seed):
+                return readers[n].under(RoundedCache(bits, spared_S, heads, residual).output)
+
+        def drawn(
+            bits: int, spared: Sequence[Spared], heads: HeadSet | None = None, draws: int = settings.sizes.draws
+        ) -> list[ByPosition]:
+            return [
+                joined([read(n, bits, some, heads, draw) for n, some in enumerate(spared)]) for draw in range(draws)
+            ]
+
+        several_sets = [set(some) for some in zip(none, leading, outliers or none, sinks, strict=True)]
+        given.passes.expect(settings.sizes.draws * len(BITS) * sum(map(len, several_sets)))
+        roundings = []
+        for bits in BITS:
+            everything, first_spared = drawn(bits, none), drawn(bits, leading)
+            roundings.append(
+                CacheRounding(
+                    bits=bits,
+                    everything=mean_of(everything).effect(),
+                    first_spared=mean_of(first_spared).effect(),
+                    outliers_spared=None if outliers is None else mean_of(drawn(bits, outliers)).effect(),
+                    sinks_spared=mean_of(drawn(bits, sinks)).effect(),
+                    **sink_cost(everything, first_spared),
+                )
+            )
+        heads = given.reader_of_others().by_key_head(
+            lambda chosen: RoundedCache(HEAD_BITS, heads=chosen, residual=residual).output
+        )
+        costliest = sorted(heads, key=lambda one: -one.kl)[: max(1, len(heads) // EXEMPT)]
+        exempt, names = ([(one.layer, one.head) for one in some] for some in (costliest, heads))
+        chance = random.Random(settings.seed)
+        sampled = [chance.sample(sorted(names), len(exempt)) for _ in range(DRAWS)]
+        others = {*map(frozenset, sampled)} - {frozenset(exempt)}
+        given.passes.expect(len(readers) * (settings.sizes.draws + len(others)))
+
+        def without(some: Sequence[tuple[int, int]], draws: int) -> Effect:
+            return mean_of(drawn(HEAD_BITS, none, frozenset(names) - set(some), draws)).effect()
+
+        def by_sequence(found: Sequence[Spared]) -> list[list[int]]:
+            return [sorted(s + 1 - adapter.leading for s in some) for some in found]
+
+        return cls(
+            sequences=len(readers),
+            length=given.tokens_NT.shape[1],
+            unchanged=joined([one.unchanged for one in readers]).effect(),
+            sink_positions=first,
+            outliers=None if outliers is None else by_sequence(outliers),
+            sinks=by_sequence(sinks),
+            settings=roundings,
+            residual=residual,
+            head_bits=HEAD_BITS,
+            heads=heads,
+            exempt=exempt,
+            without_exempt=without(exempt, settings.sizes.draws),
+            without_random=DrawnEffect(**mean_effect([without(some, 1) for some in sampled])),
+        )
 
     def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
-        spared, fewest = f"first {self.noun_of(self.sink_positions, 'token')}", min(one.bits for one in self.settings)
+        fewest = min(one.bits for one in self.settings)
+        first = several(self.sink_positions, "token")
         for one in self.settings:
-            bits = f"{one.bits} bits"
+            bits, points = f"{one.bits} bits", [("all positions rounded", one.bits)]
             numbers = [f"cache_{one.bits}_bits_added", "cache_added"][: 2 if one.bits == fewest else 1]
-            yield self.row(bits, one.everything, one.due_said, answer=f"keys and values in {bits}", numbers=numbers)
-            yield self.row(f"{bits}, {spared} in full precision", one.first_spared)
-            for name, positions, effect in self._found(one):
-                yield self.row(f"{bits}, {name} in full precision", effect, named_positions(positions))
+            answer = f"keys and values in {bits}"
+            yield self.row(bits, one.everything, one.due_said, answer=answer, numbers=numbers, points=points)
+            for name, series, positions, effect in (
+                (f"first {first}", "first", None, one.first_spared),
+                ("outliers", "outliers", self.outliers, one.outliers_spared),
+                ("sinks", "sinks", self.sinks, one.sinks_spared),
+            ):
+                if effect is not None:
+                    what, points = f"{bits}, {name} in full precision", [(f"{series} in full precision", one.bits)]
+                    yield self.row(what, effect, "" if positions is None else named_positions(positions), points=points)
             if one.bits == fewest:
                 recent = f", {self.residual} recent tokens not rounded" if self.residual else ", recent tokens included"
                 answer, words = f"part of the loss in {bits} due to the sink", f"with a cache in {bits}{recent}"
@@ -201,38 +266,19 @@ class KVCache(AssessPart):
 
     def remark(self) -> str:
         named = ", ".join(f"{layer}.{head}" for layer, head in self.exempt[:8])
-        found = "".join(f"{name} at {named_positions(at)}; " for name, at, _ in self._found(self.settings[0]))
-        return f"kv_cache: {found}the costliest KV heads (layer.head) in {self.head_bits} bits: {named}{self._recent}"
-
-    def _found(self, one: CacheRounding) -> Iterator[tuple[str, Sequence[Sequence[int]], Effect]]:
-        """Iterate over the found sets of positions: name, positions of each sequence, and loss with them spared."""
-        if self.outliers is not None and one.outliers_spared is not None:
-            yield "outliers", self.outliers, one.outliers_spared
-        yield "sinks", self.sinks, one.sinks_spared
+        outliers = "" if self.outliers is None else f"outliers at {named_positions(self.outliers)}; "
+        found = f"{outliers}sinks at {named_positions(self.sinks)}"
+        return f"kv_cache: {found}; the costliest KV heads (layer.head) in {self.head_bits} bits: {named}{self.recent}"
 
     @property
-    def _recent(self) -> str:
+    def recent(self) -> str:
+        """Remark on the residual; empty without one."""
         return f"; up to {self.residual} recent tokens are in full precision" if self.residual else ""
 
-    def figure(self) -> PartFigure:
-        rows = [
-            self.point(effect, series, one.bits)
-            for one in self.settings
-            for series, effect in (
-                ("all positions rounded", one.everything),
-                ("first in full precision", one.first_spared),
-                *((f"{name} in full precision", effect) for name, _, effect in self._found(one)),
-            )
-        ]
-        return PartFigure(
-            "Rounding the KV cache",
-            f"Loss added to {self.unchanged.loss:.3f} by rounding keys per channel and values per token, in groups of "
-            f"{CACHE_GROUP} (KIVI, 2402.02750): at all positions, at all but the first "
-            f"{self.noun_of(self.sink_positions, 'position')}, at all but outlier tokens (2410.05265), at all but "
-            f"sinks (importance above {SINK_EPS}){self._recent}.",
-            rows,
-            PlotAxis("Bits", "x", "bits", order=sorted({one.bits for one in self.settings})),
-        )
+    @property
+    def spared(self) -> str:
+        """The positions in `first_spared`, such as `position` or `2 positions`."""
+        return several(self.sink_positions, "position")
 
 
 def named_positions(found: Sequence[Sequence[int]]) -> str:
@@ -270,13 +316,13 @@ class RoundedCache:
 
     bits: int
     spared_S: Tensor | None = None
-    heads: KeyHeads | None = None
+    heads: HeadSet | None = None
     residual: int = 0
 
     def __call__(self, layer: LayerCall) -> LayerCall:
         """Return the call with keys and values rounded, recent positions included."""
         k_BGSD, v_BGSV = layer.call.k_BGTD, layer.value_BGSV
-        chosen_G = None if self.heads is None else chosen_heads(layer, self.heads)
+        chosen_G = None if self.heads is None else chosen_heads(layer, self.heads, k_BGSD.shape[1])
         if chosen_G is not None and not chosen_G.any():
             return layer
         spared_S = torch.zeros(k_BGSD.shape[2], dtype=torch.bool) if self.spared_S is None else self.spared_S
@@ -313,85 +359,6 @@ class RoundedCache:
             recent_QS = at_S[start:, None] - at_S <= R
             outs.append(part.weighted(torch.cat((scores_BHQS * ~recent_QS, scores_BHQS * recent_QS), -1), bias_BHQ))
         return torch.cat(outs, 2)
-
-
-def assess_kv_cache(
-    adapter: Adapter,
-    tokens_NT: Tensor,
-    others_MT: Tensor,
-    settings: AssessSettings,
-    step: Step,
-) -> KVCache:
-    """Measure the loss with the KV cache rounded to 8, 4, 3 and 2 bits, and with one KV head rounded at a time.
-
-    Args:
-        others_MT: sequences on which single KV heads are rounded.
-
-    Raises:
-        InputError: see `RoundedCache.output`.
-    """
-    kept = LOG_PROBABILITIES_KEPT // len(tokens_NT)
-    readers = [PairedReader(adapter, tokens_1T, step, kept=kept) for tokens_1T in tokens_NT.split(1)]
-    first, residual = adapter.leading + settings.sink_tokens, settings.residual
-    none, leading = [Spared()] * len(readers), [Spared(range(first))] * len(readers)
-    pairs = [outliers_and_sinks(one) for one in readers]
-    outliers = [some for some, _ in pairs if some is not None] or None
-    sinks = [some for _, some in pairs]
-
-    @cache  # the sets of positions of a sequence are often equal
-    def read(n: int, bits: int, spared: Spared, heads: KeyHeads | None, draw: int) -> ByPosition:
-        spared_S = torch.tensor([s in spared for s in range(adapter.leading + tokens_NT.shape[1])])
-        with perturbed(adapter, draw, settings.seed):
-            return readers[n].under(compute=RoundedCache(bits, spared_S, heads, residual).output)
-
-    def drawn(
-        bits: int, spared: Sequence[Spared], heads: KeyHeads | None = None, draws: int = settings.sizes.draws
-    ) -> list[ByPosition]:
-        return [joined([read(n, bits, some, heads, draw) for n, some in enumerate(spared)]) for draw in range(draws)]
-
-    roundings = []
-    for bits in BITS:
-        everything, first_spared = drawn(bits, none), drawn(bits, leading)
-        roundings.append(
-            CacheRounding(
-                bits=bits,
-                everything=mean_of(everything).effect(),
-                first_spared=mean_of(first_spared).effect(),
-                outliers_spared=None if outliers is None else mean_of(drawn(bits, outliers)).effect(),
-                sinks_spared=mean_of(drawn(bits, sinks)).effect(),
-                **sink_cost(everything, first_spared),
-            )
-        )
-    alone = PairedReader(adapter, others_MT, step)
-    heads = alone.by_key_head(
-        lambda chosen: alone.under(compute=RoundedCache(HEAD_BITS, heads=chosen, residual=residual).output)
-    )
-    costliest = sorted(heads, key=lambda one: -one.kl)[: max(1, len(heads) // EXEMPT)]
-    exempt, names = ([(one.layer, one.head) for one in some] for some in (costliest, heads))
-    chance = random.Random(settings.seed)
-    sampled = [chance.sample(sorted(names), len(exempt)) for _ in range(DRAWS)]
-
-    def without(some: Sequence[tuple[int, int]], draws: int) -> Effect:
-        return mean_of(drawn(HEAD_BITS, none, frozenset(names) - set(some), draws)).effect()
-
-    def by_sequence(found: Sequence[Spared]) -> list[list[int]]:
-        return [sorted(s + 1 - adapter.leading for s in some) for some in found]
-
-    return KVCache(
-        sequences=len(readers),
-        length=tokens_NT.shape[1],
-        unchanged=joined([one.unchanged for one in readers]).effect(),
-        sink_positions=first,
-        outliers=None if outliers is None else by_sequence(outliers),
-        sinks=by_sequence(sinks),
-        settings=roundings,
-        residual=residual,
-        head_bits=HEAD_BITS,
-        heads=heads,
-        exempt=exempt,
-        without_exempt=without(exempt, settings.sizes.draws),
-        without_random=DrawnEffect(**mean_effect([without(some, 1) for some in sampled])),
-    )
 
 
 def joined(read: Sequence[ByPosition]) -> ByPosition:

@@ -2,13 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
-from torch import Tensor
-
-from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
-from sinklab.assessing.reading import PairedReader, Step
+from sinklab.assessing.part import AssessPart, PartFigure, PartNumber, PartRow, TextSize
+from sinklab.assessing.reading import Effect, PartInput
 from sinklab.assessing.settings import AssessSettings
 from sinklab.models.adapter import Adapter
 from sinklab.plots import PlotAxis
@@ -44,13 +41,13 @@ class LossByLength(AssessPart):
     name = "length"
     question = "Can the model read beyond its context?"
     long_text = True
-    numbers = (
-        PartNumber(
-            "beyond_context_added",
-            "Beyond the context, added loss",
-            ("Twice as long", "nats added"),
-            "reading beyond the context",
-        ),
+    numbers = (PartNumber("beyond_context_added", "Beyond the context, added loss", ("Twice as long", "nats added")),)
+    layout = PartFigure(
+        "Loss beyond the context",
+        "Loss by position, with whole sequences and with windows of the context of {0.context:,} tokens. Both have the "
+        "same targets in every bucket.",
+        PlotAxis("Position of the target", "x", "positions"),
+        PlotAxis("Loss (nats per token)", "y", "loss", zero=False),
     )
 
     context: int
@@ -66,10 +63,23 @@ class LossByLength(AssessPart):
         return adapter.ends
 
     @classmethod
-    def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
+    def text_size(cls, settings: AssessSettings) -> TextSize:
         assert settings.long_length is not None, "refused otherwise"
-        tokens_NT = text.sequences(max(1, settings.sizes.streamed // settings.long_length), settings.long_length)
-        return PartJob(2 * len(tokens_NT), partial(assess_length, text.model.adapter, tokens_NT))
+        return TextSize(max(1, settings.sizes.streamed // settings.long_length), settings.long_length)
+
+    @classmethod
+    def run(cls, given: PartInput) -> "LossByLength":
+        """Measure the loss by bucket of positions, with whole sequences and with windows of the context."""
+        reader, context, T = given.reader(whole=True), given.adapter.context, given.tokens_NT.shape[1]
+        whole, within = reader.whole, reader.unchanged
+        assert whole is not None, "requested above"
+        inner = {int(edge * context) + 1 for edge in EDGES}
+        edges = [whole.first, *sorted(edge for edge in inner if whole.first < edge <= T), T + 1]
+        buckets = [
+            Bucket(start=start, stop=stop, whole=whole.effect(start, stop), within=within.effect(start, stop))
+            for start, stop in pairwise(edges)
+        ]
+        return cls(**reader.result_fields(), context=context, buckets=buckets)
 
     def rows(self) -> Iterator[PartRow]:
         """The answer is the loss added at the last positions, if these are beyond the context."""
@@ -82,28 +92,6 @@ class LossByLength(AssessPart):
             yield row
 
     def figure(self) -> PartFigure:
-        rows = [self.point(one.whole, "whole sequences", one.positions, one.whole.loss) for one in self.buckets]
-        rows += [self.point(one.within, "within the context", one.positions, one.within.loss) for one in self.buckets]
-        return PartFigure(
-            "Loss beyond the context",
-            "Loss by position, with whole sequences and with windows of the context of "
-            f"{self.context:,} tokens. Both have the same targets in every bucket.",
-            rows,
-            PlotAxis("Position of the target", "x", "positions", order=[one.positions for one in self.buckets]),
-            PlotAxis("Loss (nats per token)", "y", "loss", zero=False),
-        )
-
-
-def assess_length(adapter: Adapter, tokens_NT: Tensor, step: Step) -> LossByLength:
-    """Measure the loss by bucket of positions, with whole sequences and with windows of the context."""
-    N, T = tokens_NT.shape
-    reader = PairedReader(adapter, tokens_NT, step, whole=True)
-    whole, within = reader.whole, reader.unchanged
-    assert whole is not None, "requested above"
-    inner = {int(edge * adapter.context) + 1 for edge in EDGES}
-    edges = [whole.first, *sorted(edge for edge in inner if whole.first < edge <= T), T + 1]
-    buckets = [
-        Bucket(start=start, stop=stop, whole=whole.effect(start, stop), within=within.effect(start, stop))
-        for start, stop in pairwise(edges)
-    ]
-    return LossByLength(sequences=N, length=T, unchanged=within.effect(), context=adapter.context, buckets=buckets)
+        points = [self.point(one.whole, "whole sequences", one.positions, one.whole.loss) for one in self.buckets]
+        points += [self.point(one.within, "within the context", one.positions, one.within.loss) for one in self.buckets]
+        return self.drawn(points, x=replace(self.layout.x, order=[one.positions for one in self.buckets]))

@@ -28,26 +28,15 @@ Losses with rounded activations are means of several draws (`sinklab.assessing.r
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinklab.assessing.part import (
-    LOSS_ADDED,
-    AssessPart,
-    AssessText,
-    Effect,
-    PartFigure,
-    PartJob,
-    PartNumber,
-    PartRow,
-    SinkCost,
-)
-from sinklab.assessing.reading import ByPosition, PairedReader, Step, mean_of, perturbed, refused, sink_cost
+from sinklab.assessing.part import LOSS_ADDED, AssessPart, PartFigure, PartNumber, PartRow, TextSize, several
+from sinklab.assessing.reading import ByPosition, Effect, PartInput, SinkCost, mean_of, perturbed, refused, sink_cost
 from sinklab.assessing.settings import AssessSettings
 from sinklab.errors import InputError
 from sinklab.measuring.statistics.details import kurtosis
@@ -60,25 +49,19 @@ INT8, INT4 = 8, 4
 GROUP, FP4_BLOCK = 32, 16
 E4M3, E4M3_MAX, E4M3_TINY = torch.float8_e4m3fn, 448.0, 2.0**-6  # the largest value, and the smallest normal one
 E2M1_MAX = 6.0
-Activations = Literal[
-    "full",
-    "int8 static per tensor",
-    "int8 dynamic per tensor",
-    "int8 per token",
-    "int4 per token",
-    "fp8 static per tensor",
-    "nvfp4",
-]
-Weights = Literal["int8 per channel", "int4 in groups of 32", "fp8 per channel", "nvfp4"]
 Maxima = dict[nn.Module, Tensor]
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """Quantisation of weights and of activations; if `rotate` is True, both are rotated before rounding."""
+    """Quantisation of weights and of activations; if `rotate` is True, both are rotated before rounding.
 
-    weights: Weights
-    activations: Activations
+    Weights: int8 or fp8 per channel, int4 in groups of 32, nvfp4. Activations: int8 static or dynamic per tensor, int8
+    or int4 per token, fp8 static per tensor, nvfp4, full.
+    """
+
+    weights: str
+    activations: str
     rotate: bool = False
 
 
@@ -147,18 +130,19 @@ class Quantisation(AssessPart):
     name = "quantisation"
     question = "Does the sink increase the loss of low-bit quantisation?"
     numbers = (
+        PartNumber("int8_added", "Static int8, added loss", ("Int8", "static, nats added")),
         PartNumber(
-            "int8_added",
-            "Static int8, added loss",
-            ("Int8", "static, nats added"),
-            "weights and activations in 8 bits, with fixed scales for activations",
+            "int8_due_to_sink", "Part of static int8's added loss that is due to the sink", ("of the sink", "of these")
         ),
-        PartNumber(
-            "int8_due_to_sink",
-            "Part of static int8's added loss that is due to the sink",
-            ("of the sink", "of these"),
-            "the part of the loss in column Int8 that is due to the sink",
-        ),
+    )
+    layout = PartFigure(
+        "Quantisation with and without the sink",
+        "Loss added to {0.unchanged.loss:.3f} by simulated quantisation of all tokens, and with the first {0.spared} "
+        "in full precision and excluded from the scales.",
+        PlotAxis(LOSS_ADDED, "x", "nats per token"),
+        PlotAxis("", "y", "setting"),
+        kind="dots",
+        reference=0.0,
     )
 
     sink_positions: int
@@ -178,12 +162,53 @@ class Quantisation(AssessPart):
             return refused(adapter)
 
     @classmethod
-    def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
-        calibrated = min(settings.sequences, CALIBRATED)
-        tokens_NT, calibration_NT = text.split(settings.sequences, calibrated, settings.length)
-        run = partial(assess_quantisation, text.model.adapter, tokens_NT, calibration_NT, settings)
-        passes = 1 + 2 * sum(_draws(one, settings) for one in SETTINGS.values())
-        return PartJob(passes * len(tokens_NT) + len(calibration_NT), run)
+    def text_size(cls, settings: AssessSettings) -> TextSize:
+        return TextSize(settings.sequences, settings.length, others=min(settings.sequences, CALIBRATED))
+
+    @property
+    def spared(self) -> str:
+        """The sink positions, such as `token` or `2 tokens`."""
+        return several(self.sink_positions, "token")
+
+    @classmethod
+    def run(cls, given: PartInput) -> "Quantisation":
+        """Measure the loss for every setting in SETTINGS, with and without quantisation of the sink positions.
+
+        Static scales are computed from the other sequences.
+        """
+        adapter, settings, reader = given.adapter, given.settings, given.reader()
+        assert given.others_MT is not None, "see text_size"
+        spared, maps = adapter.leading + settings.sink_tokens, linear_maps(adapter.blocks)
+        draws = {name: 1 if one.activations == "full" else settings.sizes.draws for name, one in SETTINGS.items()}
+        given.passes.expect(len(given.others_MT) + 2 * sum(draws.values()) * len(given.tokens_NT))
+        cases = [(skipped, rotate) for skipped in (0, spared) for rotate in (False, True)]
+        with evaluating(adapter.module), ExitStack() as stack:
+            maxima = {case: stack.enter_context(watched_maxima(maps, *case)) for case in cases}
+            for tokens_T in given.others_MT:
+                adapter.hidden(tokens_T[None].to(adapter.device))
+                given.passes.read(1)
+        found = []
+        for name, one in SETTINGS.items():
+            with quantised_weights(maps, one) as exact:
+                read: list[list[ByPosition]] = [[], []]
+                for in_draws, skipped in zip(read, (0, spared), strict=True):
+                    with quantised_inputs(maps, exact, one, maxima[skipped, one.rotate], skipped):
+                        for draw in range(draws[name]):
+                            with perturbed(adapter, draw, settings.seed):
+                                in_draws.append(reader.under())
+            found.append(
+                Quantised(
+                    name=name,
+                    weights=one.weights,
+                    activations=one.activations,
+                    rotated=one.rotate,
+                    everything=mean_of(read[0]).effect(),
+                    without_sink=mean_of(read[1]).effect(),
+                    **sink_cost(*read),
+                )
+            )
+        outliers = outliers_by_block(adapter, given.tokens_NT)
+        return cls(**reader.result_fields(), sink_positions=spared, settings=found, outliers=outliers)
 
     def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
@@ -196,91 +221,32 @@ class Quantisation(AssessPart):
                 yield PartRow("", None, one.due_to_sink, answer=answer, gained=words, numbers=["int8_due_to_sink"])
 
     def figure(self) -> PartFigure:
-        rows = [
+        points = [
             self.point(effect, series, self.added(effect), one.name)
             for one in self.settings
             for series, effect in (("all tokens", one.everything), ("sink in full precision", one.without_sink))
         ]
-        return PartFigure(
-            "Quantisation with and without the sink",
-            f"Loss added to {self.unchanged.loss:.3f} by simulated quantisation of all tokens, and with the first "
-            f"{self.noun_of(self.sink_positions, 'token')} in full precision and excluded from the scales.",
-            rows,
-            PlotAxis(LOSS_ADDED, "x", "nats per token"),
-            PlotAxis("", "y", "setting", order=[one.name for one in self.settings]),
-            kind="dots",
-            reference=0.0,
-        )
-
-
-def assess_quantisation(
-    adapter: Adapter, tokens_NT: Tensor, calibration_NT: Tensor, settings: AssessSettings, step: Step
-) -> Quantisation:
-    """Measure the loss for every setting in SETTINGS, with and without quantisation of the sink positions.
-
-    Args:
-        calibration_NT: separate sequences from which static scales are computed.
-
-    Raises:
-        InputError: if a linear layer, such as an expert, processes only some of the tokens.
-    """
-    spared = adapter.leading + settings.sink_tokens
-    maps = linear_maps(adapter.blocks)
-    reader = PairedReader(adapter, tokens_NT, step)
-    cases = [(skipped, rotate) for skipped in (0, spared) for rotate in (False, True)]
-    with evaluating(adapter.module), ExitStack() as stack:
-        maxima = {case: stack.enter_context(watched_maxima(maps, *case)) for case in cases}
-        for tokens_T in calibration_NT:
-            adapter.hidden(tokens_T[None].to(adapter.device))
-            step()
-    found = []
-    for name, one in SETTINGS.items():
-        with quantised_weights(maps, one) as exact:
-            found_in_draws: list[list[ByPosition]] = [[], []]
-            for draws, skipped in zip(found_in_draws, (0, spared), strict=True):
-                with quantised_inputs(maps, exact, one, maxima[skipped, one.rotate], skipped):
-                    for draw in range(_draws(one, settings)):
-                        with perturbed(adapter, draw, settings.seed):
-                            draws.append(reader.under())
-        everything, without = map(mean_of, found_in_draws)
-        found.append(
-            Quantised(
-                name=name,
-                weights=one.weights,
-                activations=one.activations,
-                rotated=one.rotate,
-                everything=everything.effect(),
-                without_sink=without.effect(),
-                **sink_cost(*found_in_draws),
-            )
-        )
-    outliers = outliers_by_block(adapter, tokens_NT)
-    return Quantisation(**reader.result_fields(), sink_positions=spared, settings=found, outliers=outliers)
-
-
-def _draws(setting: Rounding, settings: AssessSettings) -> int:
-    """Return the number of draws of a setting: 1 if only weights are rounded, which amplifies nothing."""
-    return 1 if setting.activations == "full" else settings.sizes.draws
+        return self.drawn(points, y=replace(self.layout.y, order=[one.name for one in self.settings]))
 
 
 def outliers_by_block(adapter: Adapter, tokens_NT: Tensor) -> list[Outliers]:
     """Compute outlier statistics of the residual stream after each block, on the first sequence."""
-    with evaluating(adapter.module), residual_stream(adapter.blocks, _outliers) as found:
+
+    def statistics(x_BTC: Tensor) -> dict[str, Any]:
+        x_BTC = x_BTC.float()
+        norms_BT = token_norms(x_BTC)
+        far_BTC = (x_BTC - x_BTC.mean()).abs() > DEVIATIONS * x_BTC.std(correction=0)
+        return {
+            "kurtosis": float(kurtosis(x_BTC).mean()),
+            "largest": float(x_BTC.abs().max()),
+            "largest_norm": float(norms_BT.max()),
+            "median_norm": float(norms_BT.median()),
+            "channels": int(far_BTC.any((0, 1)).sum()),
+        }
+
+    with evaluating(adapter.module), residual_stream(adapter.blocks, statistics) as found:
         adapter.hidden(tokens_NT[:1].to(adapter.device))
     return [Outliers(layer=layer, **one) for layer, one in enumerate(found) if layer]
-
-
-def _outliers(x_BTC: Tensor) -> dict[str, Any]:
-    x_BTC = x_BTC.float()
-    norms_BT = token_norms(x_BTC)
-    far_BTC = (x_BTC - x_BTC.mean()).abs() > DEVIATIONS * x_BTC.std(correction=0)
-    return {
-        "kurtosis": float(kurtosis(x_BTC).mean()),
-        "largest": float(x_BTC.abs().max()),
-        "largest_norm": float(norms_BT.max()),
-        "median_norm": float(norms_BT.median()),
-        "channels": int(far_BTC.any((0, 1)).sum()),
-    }
 
 
 def on_grid(x: Tensor, bits: int, largest: Tensor) -> Tensor:
@@ -331,16 +297,13 @@ def rotated(x: Tensor) -> Tensor:
     return (y / size**0.5).flatten(-2)
 
 
-def quantised_weight(weight_OI: Tensor, kind: Weights) -> Tensor:
+def quantised_weight(weight_OI: Tensor, kind: str) -> Tensor:
     """Round a weight (O, I) with one scale per output channel, per group of at most 32 in a row, or as NVFP4."""
     largest_O1, width = weight_OI.abs().amax(1, keepdim=True), weight_OI.shape[1]
-    match kind:
-        case "int8 per channel":
-            return on_grid(weight_OI, INT8, largest_O1)
-        case "fp8 per channel":
-            return to_e4m3(weight_OI, largest_O1)
-        case "nvfp4":
-            return to_nvfp4(weight_OI, largest_O1.amax())
+    if kind == "nvfp4":
+        return to_nvfp4(weight_OI, largest_O1.amax())
+    if kind != "int4 in groups of 32":
+        return on_grid(weight_OI, INT8, largest_O1) if kind == "int8 per channel" else to_e4m3(weight_OI, largest_O1)
     grouped_OGI = F.pad(weight_OI, (0, -width % GROUP)).unflatten(1, (-1, GROUP))
     return on_grid(grouped_OGI, INT4, grouped_OGI.abs().amax(-1, keepdim=True)).flatten(1)[:, :width]
 
@@ -465,21 +428,13 @@ def _unflattening(maps: Sequence[LinearMap]) -> Iterator[Callable[[Tensor], Tens
         yield unflattened
 
 
-def _rounded_inputs(x_BTI: Tensor, kind: Activations, largest: Tensor | None) -> Tensor:
+def _rounded_inputs(x_BTI: Tensor, kind: str, largest: Tensor | None) -> Tensor:
     """Round activations; `largest` is that of the calibration, for static scales."""
     if kind == "full" or not x_BTI.numel():
         return x_BTI
-    match kind:
-        case "int8 dynamic per tensor":
-            return on_grid(x_BTI, INT8, x_BTI.abs().amax((1, 2), keepdim=True))  # of each sequence
-        case "int8 per token":
-            return on_grid(x_BTI, INT8, x_BTI.abs().amax(2, keepdim=True))
-        case "int4 per token":
-            return on_grid(x_BTI, INT4, x_BTI.abs().amax(2, keepdim=True))
+    if kind in ("int8 per token", "int4 per token", "int8 dynamic per tensor"):  # a tensor is one sequence
+        largest = x_BTI.abs().amax(2 if "token" in kind else (1, 2), keepdim=True)
     assert largest is not None, "static scales require the maxima of a calibration"
-    match kind:
-        case "fp8 static per tensor":
-            return to_e4m3(x_BTI, largest)
-        case "nvfp4":
-            return to_nvfp4(x_BTI, largest)
-    return on_grid(x_BTI, INT8, largest)
+    if kind == "nvfp4":
+        return to_nvfp4(x_BTI, largest)
+    return to_e4m3(x_BTI, largest) if "fp8" in kind else on_grid(x_BTI, INT4 if "int4" in kind else INT8, largest)

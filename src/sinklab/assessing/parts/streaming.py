@@ -15,17 +15,17 @@ concatenated with its copy at position min(t, C - 1), and each key with zeros:
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
-from sinklab.assessing.reading import PairedReader, Step, refused
+from sinklab.assessing.cache_policies import Kept
+from sinklab.assessing.part import AssessPart, PartFigure, PartNumber, PartRow, TextSize
+from sinklab.assessing.reading import Effect, PartInput, refused
 from sinklab.assessing.settings import AssessSettings, Placed
 from sinklab.attention.layer_call import LayerCall
-from sinklab.attention.masks import Mask
 from sinklab.attention.scores import Score
 from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter
@@ -61,17 +61,17 @@ class Streaming(AssessPart):
         PartNumber("streamed_loss_N", "Loss streamed with the first N kept"),
         PartNumber("streamed_gap_N", "Loss streamed with the first N kept, above most kept"),
         PartNumber(
-            "streaming_added",
-            "Streaming through a small cache, added loss",
-            ("Streaming", "nats added, none kept"),
-            "the smallest rolling cache of those tried, with the fewest of the first tokens kept",
+            "streaming_added", "Streaming through a small cache, added loss", ("Streaming", "nats added, none kept")
         ),
-        PartNumber(
-            "streaming_kept_added",
-            "The same with first tokens kept, added loss",
-            ("First kept", "nats added"),
-            "that cache, with the most of the first tokens kept",
-        ),
+        PartNumber("streaming_kept_added", "The same with first tokens kept, added loss", ("First kept", "nats added")),
+    )
+    layout = PartFigure(
+        "Streaming through a rolling cache",
+        "Perplexity of {0.sequences} x {0.length:,} tokens with a cache of the first and the most recent tokens, with "
+        "positions in the {0.positions} (2309.17453). The dashed line is the unchanged model, evaluated in windows of "
+        "its context.",
+        PlotAxis("Keys in the cache", "x", "keys", order=()),
+        PlotAxis("Perplexity", "y", scale="log"),
     )
 
     positions: Placed
@@ -79,14 +79,27 @@ class Streaming(AssessPart):
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
-        return refused(adapter, edit=RollingCache(2, 1, in_cache=settings.positions == "cache"))
+        return refused(adapter, RollingCache(2, 1, in_cache=settings.positions == "cache"))
 
     @classmethod
-    def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
-        tokens_NT = text.sequences(settings.stream_sequences, settings.stream_length)
-        readings = sum(first < size for size in settings.caches for first in settings.kept)
-        run = partial(assess_streaming, text.model.adapter, tokens_NT, settings)
-        return PartJob((1 + readings) * len(tokens_NT), run)
+    def text_size(cls, settings: AssessSettings) -> TextSize:
+        return TextSize(settings.stream_sequences, settings.stream_length)
+
+    @classmethod
+    def run(cls, given: PartInput) -> "Streaming":
+        """Measure the loss and perplexity for every cache size and every smaller number of first tokens kept."""
+        reader, settings = given.reader(), given.settings
+        conditions = [
+            ({"cache": size, "first": first}, RollingCache(size, first, in_cache=settings.positions == "cache"))
+            for size, first in product(settings.caches, settings.kept)
+            if first < size
+        ]
+
+        def reading(loss: float, **fields: Any) -> CachedReading:
+            return CachedReading(loss=loss, perplexity=math.exp(loss) if loss < 700 else None, **fields)
+
+        caches = reader.effects(reading, conditions)
+        return cls(**reader.result_fields(), positions=settings.positions, caches=caches)
 
     def rows(self) -> Iterator[PartRow]:
         """The answers are the losses with the smallest cache and the fewest or the most first tokens kept.
@@ -123,56 +136,9 @@ class Streaming(AssessPart):
             yield f"streamed_gap_{first}", loss - largest[max(largest)]
 
     def figure(self) -> PartFigure:
-        rows = [
-            self.point(one, f"first {one.first} kept", one.cache, one.perplexity)
-            for one in self.caches
-            if one.perplexity is not None
-        ]
-        where = "in the cache" if self.positions == "cache" else "in the text"
-        return PartFigure(
-            "Streaming through a rolling cache",
-            f"Perplexity of {self.sequences} x {self.length:,} tokens with a cache of the first and the most recent "
-            f"tokens, with positions {where} (2309.17453). The dashed line is the unchanged model, evaluated in "
-            "windows of its context.",
-            rows,
-            PlotAxis("Keys in the cache", "x", "keys", order=sorted({one.cache for one in self.caches})),
-            PlotAxis("Perplexity", "y", scale="log"),
-            reference=math.exp(self.unchanged.loss),
-        )
-
-
-def assess_streaming(adapter: Adapter, tokens_NT: Tensor, settings: AssessSettings, step: Step) -> Streaming:
-    """Measure the loss and perplexity for every cache size and every smaller number of first tokens kept.
-
-    Raises:
-        InputError: if positions are those in the cache and an attention operation has no logits q.k.
-    """
-    reader = PairedReader(adapter, tokens_NT, step)
-    caches = []
-    for size, first in product(settings.caches, settings.kept):
-        if first < size:
-            effect = reader.under(RollingCache(size, first, in_cache=settings.positions == "cache")).effect()
-            perplexity = math.exp(effect.loss) if effect.loss < 700 else None
-            caches.append(CachedReading(cache=size, first=first, perplexity=perplexity, **effect.model_dump()))
-    return Streaming(**reader.result_fields(), positions=settings.positions, caches=caches)
-
-
-@dataclass(frozen=True)
-class Kept(Mask):
-    """Causal mask: a query sees the first `first` keys and the latest keys, its own included, `size` in total."""
-
-    size: int
-    first: int
-
-    def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & ((k < self.first) | (k > q - (self.size - self.first)))
-
-    def key_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
-        return 0 if self.first else max(0, first - self.size + 1), min(end, keys)
-
-    def full_range(self, first: int, end: int, keys: int) -> tuple[int, int]:
-        start = max(0, end - (self.size - self.first))
-        return start, max(start, min(first + 1, keys))
+        known = [one for one in self.caches if one.perplexity is not None]
+        points = [self.point(one, f"first {one.first} kept", one.cache, one.perplexity) for one in known]
+        return self.drawn(points, reference=math.exp(self.unchanged.loss))
 
 
 @dataclass(frozen=True)

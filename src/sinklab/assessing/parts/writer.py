@@ -33,14 +33,13 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from sinklab.assessing.part import AssessPart, AssessText, Effect, PartFigure, PartJob, PartNumber, PartRow
-from sinklab.assessing.reading import PairedReader, Step, first_importance
+from sinklab.assessing.part import AssessPart, PartFigure, PartNumber, PartRow
+from sinklab.assessing.reading import Effect, PairedReader, PartInput, first_importance
 from sinklab.assessing.settings import AssessSettings
 from sinklab.assessing.super_weights import (
     SPIKE,
@@ -162,8 +161,14 @@ class Writer(AssessPart):
             "single_weight_added",
             "The single weight that writes the massive activation zeroed, added loss",
             ("Single weight", "zeroed, nats added"),
-            "zeroing the one weight of a neuron whose removal reduces the first position's largest activation most",
         ),
+    )
+    layout = PartFigure(
+        "Sublayers that write the massive activation",
+        "Additions of each block's attention and feed-forward layer to channel {0.channel} at the first position, "
+        "which is {0.value:,.5g} after block {0.block} (median |x|: {0.median:.3g}).",
+        PlotAxis("Block", "x", "block"),
+        tooltip=(),
     )
 
     channel: int
@@ -205,9 +210,83 @@ class Writer(AssessPart):
         return None
 
     @classmethod
-    def job(cls, text: AssessText, settings: AssessSettings) -> PartJob:
-        tokens_NT = text.sequences(settings.sequences, settings.length)
-        return PartJob(7 * len(tokens_NT), partial(assess_writer, text.model.adapter, tokens_NT))
+    def run(cls, given: PartInput) -> "Writer":
+        """Find the writers of the largest activation of the first position, and the loss with each of them zeroed."""
+        adapter, tokens_NT = given.adapter, given.tokens_NT
+        tokens_N1, S = tokens_NT[:, :1], adapter.leading + tokens_NT.shape[1]
+        parts = [part for block in adapter.blocks if (part := feed_forward(block)) is not None]  # one per block
+        x_ME = _first_position(adapter, tokens_N1).mean(1)
+        block, channel = divmod(int(x_ME[1:].abs().argmax()), x_ME.shape[1])
+        block, value = block + 1, float(x_ME[block + 1, channel])
+        blocks = []
+        for layer, part in enumerate(parts, 1):
+            with silenced(part):
+                without = float(_first_position(adapter, tokens_N1)[layer, :, channel].mean())
+            whole, before = float(x_ME[layer, channel]), float(x_ME[layer - 1, channel])
+            blocks.append(BlockWrites(layer=layer, attention=without - before, feed_forward=whole - without))
+        sign = 1 if value > 0 else -1
+        additions = [(sign * adds, one.layer, name) for one in blocks[:block] for name, adds in one.by_sublayer()]
+        _, layer, sublayer = max(additions)
+        added, ffn_layer, _ = max(one for one in additions if one[-1] == "feed-forward")
+        part = parts[ffn_layer - 1]
+        maps, out_E = down_maps(adapter, part, tokens_N1, channel)
+        if not maps or not out_E[channel]:
+            raise InputError(
+                f"no weight was found that writes channel {channel} of the first position in block {ffn_layer}, whose "
+                "feed-forward layer adds most to it: the gradients or the output of the layer are zero"
+            )
+        g = sign * added / float(out_E[channel])
+        by_name = {one.name: one for one in maps}
+        neurons, experts = _neurons_and_experts(maps, channel, g, sign)
+
+        def zeroed(one: NeuronWrites, channels: int | slice) -> AbstractContextManager[None]:
+            at = (one.neuron,) if one.expert is None else (one.expert, one.neuron)
+            return changed_entries((by_name[one.name].by_channel, (channels, *at), 0))
+
+        def remaining(one: NeuronWrites) -> float:
+            with zeroed(one, channel):
+                return float(_first_position(adapter, tokens_N1)[block, :, channel].abs().mean())
+
+        chosen = min(neurons, key=remaining)
+        here, everywhere = by_name[chosen.name], slice(None)
+        owner, _, leaf = here.name.rpartition(".")
+        down = owner if len(maps) == 1 and chosen.expert is None and leaf == "weight" else None
+        reader = given.reader()
+        magnitude = here.weight.detach().abs()
+        magnitude.movedim(here.axis, 0)[channel] = 0
+        largest = torch.unravel_index(magnitude.argmax(), magnitude.shape)
+        changes: dict[str, AbstractContextManager[None]] = {
+            "nothing zeroed": nullcontext(),
+            WEIGHT: zeroed(chosen, channel),
+            "neuron": zeroed(chosen, everywhere),
+            "feed-forward at the first position": silenced(part, S),
+            "largest weight to others": changed_entries((here.weight, tuple(map(int, largest)), 0)),
+        }
+        if chosen.expert is not None:
+            changes["expert"] = changed_entries((here.by_channel, (everywhere, chosen.expert), 0))
+        largest_of, weights = largest_activations(adapter, parts, tokens_NT, down), down_weights(parts, down, here.axis)
+        projections = down_projections(largest_of, weights)
+        if supers := [(weights[one.layer], (one.channel, one.neuron), 0) for one in projections if one.spike > SPIKE]:
+            changes["super weights"] = changed_entries(*supers)
+        given.passes.expect(len(changes) * len(tokens_NT))
+        return cls(
+            **reader.result_fields(),
+            channel=channel,
+            block=block,
+            value=value,
+            median=float(x_ME[block].abs().median()),
+            embedding=float(x_ME[0, channel]),
+            blocks=blocks,
+            layer=layer,
+            sublayer=sublayer,
+            ffn_layer=ffn_layer,
+            experts=experts,
+            neurons=neurons,
+            weight=chosen,
+            down_projections=projections or None,
+            super_experts=super_experts(largest_of, len(parts)),
+            zeroed=[_zeroed(reader, block, channel, what, change) for what, change in changes.items()],
+        )
 
     def rows(self) -> Iterator[PartRow]:
         """The answers are all ablations."""
@@ -234,20 +313,10 @@ class Writer(AssessPart):
         )
 
     def figure(self) -> PartFigure:
-        return PartFigure(
-            "Sublayers that write the massive activation",
-            f"Additions of each block's attention and feed-forward layer to channel {self.channel} at the first "
-            f"position, which is {self.value:,.5g} after block {self.block} (median |x|: "
-            f"{self.median:.3g}).",
-            [
-                {"series": series, "x": one.layer, "y": adds}
-                for one in self.blocks
-                for series, adds in one.by_sublayer()
-            ],
-            PlotAxis("Block", "x", "block"),
-            PlotAxis(f"Added to channel {self.channel}", "y", "added"),
-            tooltip=(),
-        )
+        points = [
+            {"series": name, "x": one.layer, "y": adds} for one in self.blocks for name, adds in one.by_sublayer()
+        ]
+        return self.drawn(points, y=PlotAxis(f"Added to channel {self.channel}", "y", "added"))
 
 
 def feed_forward(block: nn.Module) -> nn.Module | None:
@@ -347,87 +416,6 @@ def down_maps(adapter: Adapter, part: nn.Module, tokens_N1: Tensor, channel: int
             if ordered.any(tuple(range(1, ordered.ndim))).nonzero().tolist() == [[channel]]:
                 found.append(DownMap(name, weight, axis, ordered[channel].detach()))
     return found, out_E.detach()
-
-
-def assess_writer(adapter: Adapter, tokens_NT: Tensor, step: Step) -> Writer:
-    """Find the writers of the largest activation of the first position, and measure the loss with each of them zeroed.
-
-    Raises:
-        InputError: if no weight that writes this activation is found.
-    """
-    tokens_N1, S = tokens_NT[:, :1], adapter.leading + tokens_NT.shape[1]
-    parts = [part for block in adapter.blocks if (part := feed_forward(block)) is not None]  # one per block
-    x_ME = _first_position(adapter, tokens_N1).mean(1)
-    block, channel = divmod(int(x_ME[1:].abs().argmax()), x_ME.shape[1])
-    block, value = block + 1, float(x_ME[block + 1, channel])
-    blocks = []
-    for layer, part in enumerate(parts, 1):
-        with silenced(part):
-            without = float(_first_position(adapter, tokens_N1)[layer, :, channel].mean())
-        whole, before = float(x_ME[layer, channel]), float(x_ME[layer - 1, channel])
-        blocks.append(BlockWrites(layer=layer, attention=without - before, feed_forward=whole - without))
-    sign = 1 if value > 0 else -1
-    additions = [(sign * adds, one.layer, name) for one in blocks[:block] for name, adds in one.by_sublayer()]
-    _, layer, sublayer = max(additions)
-    added, ffn_layer, _ = max(one for one in additions if one[-1] == "feed-forward")
-    part = parts[ffn_layer - 1]
-    maps, out_E = down_maps(adapter, part, tokens_N1, channel)
-    if not maps or not out_E[channel]:
-        raise InputError(
-            f"no weight was found that writes channel {channel} of the first position in block {ffn_layer}, whose "
-            "feed-forward layer adds most to it: the gradients or the output of the layer are zero"
-        )
-    g = sign * added / float(out_E[channel])
-    by_name = {one.name: one for one in maps}
-    neurons, experts = _neurons_and_experts(maps, channel, g, sign)
-
-    def zeroed(one: NeuronWrites, channels: int | slice) -> AbstractContextManager[None]:
-        at = (one.neuron,) if one.expert is None else (one.expert, one.neuron)
-        return changed_entries((by_name[one.name].by_channel, (channels, *at), 0))
-
-    def remaining(one: NeuronWrites) -> float:
-        with zeroed(one, channel):
-            return float(_first_position(adapter, tokens_N1)[block, :, channel].abs().mean())
-
-    chosen = min(neurons, key=remaining)
-    here, everywhere = by_name[chosen.name], slice(None)
-    owner, _, leaf = here.name.rpartition(".")
-    down = owner if len(maps) == 1 and chosen.expert is None and leaf == "weight" else None
-    reader = PairedReader(adapter, tokens_NT, step)
-    magnitude = here.weight.detach().abs()
-    magnitude.movedim(here.axis, 0)[channel] = 0
-    largest = torch.unravel_index(magnitude.argmax(), magnitude.shape)
-    changes: dict[str, AbstractContextManager[None]] = {
-        "nothing zeroed": nullcontext(),
-        WEIGHT: zeroed(chosen, channel),
-        "neuron": zeroed(chosen, everywhere),
-        "feed-forward at the first position": silenced(part, S),
-        "largest weight to others": changed_entries((here.weight, tuple(map(int, largest)), 0)),
-    }
-    if chosen.expert is not None:
-        changes["expert"] = changed_entries((here.by_channel, (everywhere, chosen.expert), 0))
-    largest_of, weights = largest_activations(adapter, parts, tokens_NT, down), down_weights(parts, down, here.axis)
-    projections = down_projections(largest_of, weights)
-    if supers := [(weights[one.layer], (one.channel, one.neuron), 0) for one in projections if one.spike > SPIKE]:
-        changes["super weights"] = changed_entries(*supers)
-    return Writer(
-        **reader.result_fields(),
-        channel=channel,
-        block=block,
-        value=value,
-        median=float(x_ME[block].abs().median()),
-        embedding=float(x_ME[0, channel]),
-        blocks=blocks,
-        layer=layer,
-        sublayer=sublayer,
-        ffn_layer=ffn_layer,
-        experts=experts,
-        neurons=neurons,
-        weight=chosen,
-        down_projections=projections or None,
-        super_experts=super_experts(largest_of, len(parts)),
-        zeroed=[_zeroed(reader, block, channel, what, change) for what, change in changes.items()],
-    )
 
 
 def _first_position(adapter: Adapter, tokens_N1: Tensor) -> Tensor:

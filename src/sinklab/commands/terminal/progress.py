@@ -25,7 +25,7 @@ from sinklab.measuring.statistics.highest import in_brackets, later_sink_text
 
 if TYPE_CHECKING:
     from sinklab.experiments.sweep.engine import Event
-    from sinklab.jobs.progress import JobEvent
+    from sinklab.jobs import JobEvent
 
 SPEAKS_EVERY = 10.0  # minimum seconds between progress lines without a terminal
 BEATS_EVERY = 1.0  # seconds between checks whether a progress line is due

@@ -1,23 +1,78 @@
 """Resumable jobs: results are saved after each step, and a repeated call computes the missing results.
 
 The request of a job contains all settings that affect its results. It is saved with the results, in one JSON document
-(`Ledger`) or a .jsonl file (`LineLedger`). If saved results have other settings, the job raises InputError
-(`check_request`), so that a file never mixes settings.
+(`Ledger`). If saved results have other settings, the job raises InputError (`check_request`), so that a document never
+mixes settings. An observer, such as the terminal display, receives the progress as events.
 """
 
-import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from sinklab.errors import InputError, SinklabError, UnsavedError, cause
-from sinklab.files import append_line, parse_json, write_json, write_text
-from sinklab.jobs.progress import JobEvent, Observer, StepProgress
+from sinklab.files import write_json
 from sinklab.outputs import check_results
 from sinklab.train.directory.lock import one_writer
+
+EventKind = Literal["started", "advanced", "finished", "kept", "failed", "skipped", "noted"]
+
+
+@dataclass(frozen=True)
+class JobEvent:
+    """Progress event of a job.
+
+    Attributes:
+        kind: "started" at the start of a step, and again when its total is known; "advanced" after completed units;
+            "finished" or "failed" at its end; "kept" for a step finished by an earlier call; "skipped" for a step that
+            is not applicable; "noted" for a note.
+        step: name of the step; empty for a note on the job.
+        done, total: numbers of completed and of all units of the step; `total` is None if unknown.
+        text: current activity, short result, reason for a failure or skip, or note.
+        seconds: duration of the step in seconds, for "finished".
+    """
+
+    kind: EventKind
+    step: str = ""
+    done: float = 0.0
+    total: int | None = None
+    text: str = ""
+    seconds: float = 0.0
+
+
+Observer = Callable[[JobEvent], None]
+
+
+def ignore(event: JobEvent) -> None:
+    """Observer that ignores events."""
+
+
+class StepProgress:
+    """Reports the progress of one step of a job to an observer."""
+
+    def __init__(self, step: str, observe: Observer) -> None:
+        self._step, self._observe = step, observe
+        self._done, self._total = 0.0, None
+
+    def begin(self, total: int | None = None, text: str = "", done: float = 0.0) -> None:
+        """Report the start of the step with `done` completed units; call again when the total is known."""
+        self._done, self._total = done, total
+        self._observe(JobEvent("started", self._step, done, total, text))
+
+    def advance(self, units: float = 1, text: str = "") -> None:
+        """Report further completed units of the step."""
+        self.reach(self._done + units, self._total, text)
+
+    def note(self, text: str) -> None:
+        """Report a note on the step."""
+        self._observe(JobEvent("noted", self._step, self._done, self._total, text))
+
+    def reach(self, done: float, total: int | None, text: str = "") -> None:
+        """Report the number of completed units so far, and the total (None if unknown)."""
+        self._done, self._total = done, total
+        self._observe(JobEvent("advanced", self._step, done, total, text))
 
 
 class JobDocument(Protocol):
@@ -140,66 +195,3 @@ def run_steps(
             observe(JobEvent("failed", step.name, text=reason))
         else:
             observe(JobEvent("finished", step.name, text=text, seconds=time.perf_counter() - start))
-
-
-class LineLedger:
-    """Answers of a model by key in a .jsonl file: the settings in the first line, then one line per answer.
-
-    The constructor creates the file, or rewrites it without an incomplete last line.
-
-    Args:
-        path: None keeps the answers in memory only.
-        request: settings that affect the answers, JSON-serializable.
-
-    Raises:
-        InputError: if the file cannot be read, contains answers with other settings, or was not written by sinklab.
-        SinklabError: if the file cannot be written.
-    """
-
-    def __init__(self, path: Path | None, request: Mapping[str, Any]) -> None:
-        self._path, self._answers = path, dict[str, Any]()
-        if path is None:
-            return
-        rows = _complete_lines(path)
-        if rows:
-            check_request(path, "answers", rows[0]["request"], request)
-        self._answers = {str(row["key"]): row["result"] for row in rows[1:]}
-        lines = [{"request": dict(request)}, *rows[1:]]  # without an incomplete last line
-        write_text(path, "".join(f"{json.dumps(line)}\n" for line in lines))
-
-    def get(self, key: str) -> Any:
-        """Return the answer of a key; None if there is none."""
-        return self._answers.get(key)
-
-    def add(self, answers: Mapping[str, Any]) -> None:
-        """Add answers by key, and append them to the file.
-
-        Raises:
-            SinklabError: if the file cannot be written; the answers are then kept in memory.
-        """
-        self._answers |= answers
-        if self._path is not None and answers:
-            lines = (json.dumps({"key": key, "result": answer}) for key, answer in answers.items())
-            append_line(self._path, "\n".join(lines))
-
-    def remove(self) -> None:
-        """Delete the file, if there is one; the answers stay in memory."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-
-
-def _complete_lines(path: Path) -> Sequence[dict[str, Any]]:
-    """Read the rows of a .jsonl file up to the first invalid line; none if the file does not exist."""
-    rows: list[dict[str, Any]] = []
-    try:
-        lines = path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}): choose another --out") from error
-    with suppress(ValueError):
-        for line in lines:
-            rows.append(parse_json(line))
-    keys = [set(row) if isinstance(row, dict) else set() for row in rows]
-    ours = keys and "request" in keys[0] and isinstance(rows[0]["request"], dict)
-    if lines and not (ours and all({"key", "result"} <= one for one in keys[1:])):
-        raise InputError(f"{path} was not written by sinklab and is left unchanged: choose another --out")
-    return rows

@@ -1,1 +1,0 @@
-"""Resumable jobs, and events that report their progress."""
