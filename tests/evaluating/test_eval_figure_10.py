@@ -20,7 +20,7 @@ each: model
 cells:
   hellaswag: {inputs: natural, sequences: 4, length: 16, task: {name: hellaswag, items: 5}}
 columns: [sink_1, accuracy_norm]
-against: [sink_1, accuracy_norm]
+scatter: [sink_1, accuracy_norm]
 """
 
 

@@ -92,7 +92,7 @@ def test_an_experiment_on_a_recipe_of_its_own_is_not_described_as_the_shipped_re
 
 
 def test_one_experiment_names_the_summary_and_it_is_read_as_it_was_written(tmp_path: Path) -> None:
-    summary = summarise([at_scale(trained("lab"), "tiny")], cells_of("sink_1", SINKS))
+    summary = summarise([at_scale(trained("lab"), "lab")], cells_of("sink_1", SINKS))
     assert (summary.id, summary.title) == ("lab", trained("lab").title)
     summary.save(tmp_path)
     document = json.loads((tmp_path / "summary.json").read_text())

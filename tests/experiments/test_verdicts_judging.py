@@ -303,6 +303,10 @@ def test_at_the_papers_own_scale_its_number_lies_where_one_more_seed_would() -> 
     far = [30.0, 31.0, 32.0, 33.0, 34.0]
     assert published("sink_1", far).verdict == "direction only"
     assert "is outside the 95 % prediction interval of another seed, [27.1, 36.9]" in published("sink_1", far).evidence
+    for end, beyond in ((18.18 - 0.05, -0.01), (18.18 + 0.05, 0.01)):  # of equal seeds, rounding alone is the interval
+        assert 18.18 in (end + 0.05, end - 0.05)
+        assert published("sink_1", [end] * 5).verdict == "reproduced"
+        assert published("sink_1", [end + beyond] * 5).verdict == "direction only"
     tiny = verdict(HAS_ONE, cells_of("sink_1", {"softmax": far}), published={"table": "table_4"})
     assert (tiny.verdict, "paper" in tiny.evidence) == ("reproduced", False)
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import typer
 from rich.console import Console
@@ -25,7 +26,7 @@ from sinklab.data.sources.corpora import documents
 from sinklab.data.sources.textfiles import read_conversations
 from sinklab.errors import InputError, SinklabError
 from sinklab.evaluating.tasks import chosen_task
-from sinklab.experiments.definition import Experiment
+from sinklab.experiments.definition import Experiment, Scale
 from sinklab.experiments.documents import SUMMARY, Summary, record_of
 from sinklab.experiments.measured import (
     MeasuredResults,
@@ -137,7 +138,7 @@ def train_experiments(
         Exit: with status 1 if a run failed; divergence of a run whose cell may diverge is not a failure.
     """
     console, out = stderr(), settings.directory
-    wanted = settings.scale_name, settings.seeds, settings.overlay
+    wanted = cast(Scale, settings.scale_name), settings.seeds, settings.overlay  # `plan_sweep` checks the scale
     check_results(out, (SUMMARY, REPORT))
     plan = plan_sweep(experiments, *wanted)
     chosen = plan.only(settings.cells)

@@ -24,9 +24,14 @@ from sinklab.survey.open_models import families
 
 Scale = Literal["tiny", "mini", "laptop", "lab", "small", "60m", "1b", "backcopy", "trigger_average"]
 
-EARLIER_KEYS = {"asks_massive": "requires_massive", "asks_sink": "requires_sink"}
+EARLIER_KEYS = {
+    "asks_massive": "requires_massive",
+    "asks_sink": "requires_sink",
+    "against": "scatter",
+    "but": "without_families",
+}
 EARLIER_KINDS = {"stands_at": "peak_at", "alike": "equal"}
-"""Keys of claims and experiments, and kinds of checks, in manifests of earlier versions."""
+"""Keys of experiments, claims and checks, and kinds of checks, in manifests and files of earlier versions."""
 
 
 def renamed(values: Any) -> Any:
@@ -256,14 +261,14 @@ class OverSubjects(QuantityClaim):
 
     Attributes:
         families: model families of the paper's list (`survey/open_models.py`) to check; default: all.
-        but: model families to exclude.
+        without_families: model families to exclude.
     """
 
     kind: Literal["alike_over_domains", "alike_over_sizes", "grows_with_size"] = Field(alias="is")
     cell: str
     margin: float | None = Field(default=None, gt=0)
     families: tuple[FamilyName, ...] = ()
-    but: tuple[FamilyName, ...] = ()
+    without_families: tuple[FamilyName, ...] = ()
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:
@@ -271,8 +276,8 @@ class OverSubjects(QuantityClaim):
             raise ValueError("at_step is a step of training, and existing models are not trained: leave it out")
         if (self.margin is None) != (self.kind == "grows_with_size"):
             raise ValueError(f"{self.kind} {'needs a' if self.margin is None else 'has no'} margin")
-        if self.kind == "alike_over_domains" and (self.families or self.but):
-            raise ValueError("families and but apply to comparisons of model sizes: leave them out")
+        if self.kind == "alike_over_domains" and (self.families or self.without_families):
+            raise ValueError("families and without_families apply to comparisons of model sizes: leave them out")
         return self
 
     @property

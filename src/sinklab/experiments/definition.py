@@ -96,7 +96,7 @@ ONLY_TRAINED = {
 }  # fmt: skip
 """Fields of experiments and claims that apply only to trained cells."""
 
-ONLY_MEASURED = {"each", "against", "positions", "proposition"}
+ONLY_MEASURED = {"each", "scatter", "positions", "proposition"}
 """Fields of experiments and claims that apply only to measured cells."""
 
 
@@ -400,13 +400,13 @@ class Experiment(ClaimSet, SweepDesign):
     Attributes:
         baseline: trained cell with which the other cells are compared; default: the first cell.
         columns: quantities in the table of results.
-        against: two quantities of measured cells; a figure plots the second quantity against the first.
+        scatter: two quantities of measured cells; a figure plots the second quantity against the first.
         published: table of the paper with numbers for the cells.
     """
 
     baseline: str = ""
     columns: tuple[QuantityName, ...] = ("sink_1", "sink_bias", "valid_loss", "norm_ratio")
-    against: tuple[QuantityName, QuantityName] | None = None
+    scatter: tuple[QuantityName, QuantityName] | None = None
     published: Published | None = None
 
     @model_validator(mode="after")

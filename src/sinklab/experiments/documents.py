@@ -72,7 +72,7 @@ class RunRecord(VersionedDocument):
     files: dict[str, str] = Field(default_factory=dict)
 
     def save(self, directory: Path) -> None:
-        """Write record.json in the run directory; see `write_json` for errors."""
+        """Write record.json in the run directory."""
         write_json(directory / RECORD, self.model_dump(by_alias=True))
 
 
@@ -418,7 +418,7 @@ class Summary(ReadDocument):
         return [claim for claim in self.claims if claim.experiment == experiment]
 
     def save(self, directory: Path) -> None:
-        """Write summary.json in a directory; see `write_json` for errors."""
+        """Write summary.json in a directory."""
         write_json(directory / SUMMARY, self.model_dump(by_alias=True))
 
 

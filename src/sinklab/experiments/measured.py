@@ -483,13 +483,15 @@ def _by_family(claim: Claim, check: OverSubjects, subjects: Sequence[Subject]) -
     enough = {
         family: members
         for family, members in families.items()
-        if len(members) >= FEWEST_MODELS and family in (check.families or families) and family not in check.but
+        if len(members) >= FEWEST_MODELS
+        and family in (check.families or families)
+        and family not in check.without_families
     }
     for family, members in enough.items():
         yield claim.about(check.across(tuple(one.cell_name(check.cell) for one in members)), family)
     if not enough:
         wanted = f"of {' or '.join(check.families)}" if check.families else "of one family of the paper's list"
-        excluded = f" other than {' and '.join(check.but)}" if check.but else ""
+        excluded = f" other than {' and '.join(check.without_families)}" if check.without_families else ""
         yield Undecidable(claim, f"The claim requires {FEWEST_MODELS} models {wanted}{excluded}.")
 
 
@@ -503,14 +505,14 @@ def _entry(
         for name, cell in experiment.requests.items()
         if cell.model in subject.models
     }
-    known = [(one, paper_model(one.models["base"])) for one in subjects] if experiment.against else []
+    known = [(one, paper_model(one.models["base"])) for one in subjects] if experiment.scatter else []
     return summary_entry(
         experiment,
         enumerated(list(labels(models))),
         cells,
         published,
         elsewhere=paper_rows(experiment),
-        against=list(experiment.against or ()),
+        against=list(experiment.scatter or ()),
         families={
             subject.cell_name(cell): model.family for subject, model in known if model for cell in experiment.requests
         },

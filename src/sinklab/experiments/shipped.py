@@ -93,14 +93,14 @@ def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
         why = "there is no such claim" if found is None else f"this is a reference to {found.same_as} itself"
         raise ValueError(f"claim {claim.id} refers to {claim.same_as}, but {why}")
     scales = claim.scales or (found.scales and tuple(scale for scale in found.scales if scale in experiment.base))
-    condition, asks = other.precondition(found), {}
+    condition, required = other.precondition(found), {}
     for name, own, needs in (
         ("requires_massive", claim.requires_massive, "massive"),
         ("requires_sink", claim.requires_sink, "sink"),
     ):
         of_found = condition.cell if condition and condition.needs == needs else False
-        asks[name] = of_found if own is None else own
-    return claim.model_copy(update={"check": found.check, "scales": scales, **asks})
+        required[name] = of_found if own is None else own
+    return claim.model_copy(update={"check": found.check, "scales": scales, **required})
 
 
 def _shipped() -> dict[str, Traversable]:
@@ -117,7 +117,7 @@ class ScaleCost:
 
     Attributes:
         hours: estimated hours to train all cells with all default seeds sequentially, on one CPU core or one GPU.
-        estimated: phrase on how the hours were estimated (`Pace.said`).
+        estimated: phrase on how the hours were estimated (`Pace.estimated`).
     """
 
     cells: int
@@ -168,6 +168,6 @@ def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
             recipes = [build_recipe(values, *overlays, origin=cell) for cell, overlays in cells.items()]
             total = sum(operations(recipe, like=base) for recipe in recipes) * len(experiment.seeds_of(scale))
             hours = total / pace.operations_per_second / 3600
-            scales[scale] = ScaleCost(len(cells), len(experiment.claims_at(scale)), hours, pace.said)
+            scales[scale] = ScaleCost(len(cells), len(experiment.claims_at(scale)), hours, pace.estimated)
         found.append((experiment, scales))
     return found

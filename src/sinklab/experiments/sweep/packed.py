@@ -200,7 +200,7 @@ def import_packed(top: Path, out: Path) -> None:
     """Add the runs and manifests of a packed sweep to a sweep's directory; existing ones are kept.
 
     Raises:
-        InputError, SinklabError: see `read_manifests` and `unpack`. If a manifest is damaged, nothing is written.
+        InputError: if a manifest or a packed run is damaged; with a damaged manifest, nothing is written.
     """
     read_manifests(top)
     unpack(top, out)
@@ -224,7 +224,7 @@ def _write_run(directory: Path, run: PackedRun) -> None:
 
 
 def write_checksums(top: Path) -> None:
-    """Write checksums.txt with the SHA-256 of every other file in and below a folder; see `write_text` for errors."""
+    """Write checksums.txt with the SHA-256 of every other file in and below a folder."""
     files = sorted(path for path in top.rglob("*") if path.is_file() and path != top / CHECKSUMS)
     write_text(top / CHECKSUMS, "".join(f"{sha256_of(path)}  {path.relative_to(top).as_posix()}\n" for path in files))
 

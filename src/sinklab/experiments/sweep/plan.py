@@ -162,10 +162,10 @@ def change_of(recipe: Recipe, base: Recipe, overlays: Sequence[Mapping[str, Any]
     opened = tuple(f"{key}." for key, value in given.items() if value == {})
     kinds = {key for key in after if key.rpartition(".")[2] in KINDS}
     replaced = tuple(f"{key.rpartition('.')[0]}." for key in kinds & before.keys() if before[key] != after[key])
-    said = {*given, *(key for key in after if key.startswith(opened))}
-    said |= {key for key in before.keys() & after.keys() - kinds if key.startswith(replaced)}
+    shown = {*given, *(key for key in after if key.startswith(opened))}
+    shown |= {key for key in before.keys() & after.keys() - kinds if key.startswith(replaced)}
     changed: dict[str, object] = {}
-    for key in sorted(said):
+    for key in sorted(shown):
         full = next((name for name in (key, *(f"{key}.{kind}" for kind in KINDS)) if name in after), None)
         if full is not None and (full not in before or before[full] != after[full]):
             changed[key] = after[full]

@@ -47,7 +47,7 @@ class Pace:
     """Throughput of one run on its share of the machine in FLOP/s, and a phrase on how it was estimated."""
 
     operations_per_second: float
-    said: str
+    estimated: str
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Preview:
         jobs: number of concurrent runs; None if the cluster decides.
         hours: estimated hours for the missing runs, with `jobs` concurrent runs; None if `jobs` is None or the
             throughput is unknown.
-        estimated: phrase on how the hours were estimated (`Pace.said`); empty if the throughput is unknown.
+        estimated: phrase on how the hours were estimated (`Pace.estimated`); empty if the throughput is unknown.
     """
 
     cells: Sequence[CellPreview]
@@ -140,7 +140,7 @@ def preview(
         done = len(own & recorded)
         cells.append(CellPreview(name, cell.change, len(cell.seeds), done, hours, "" if other == name else other))
     whole = None if pace is None or jobs is None else left / max(1, min(jobs, len(missing), jobs_here()))
-    return Preview(cells, len(runs), len(missing), engine, jobs, whole, pace.said if pace else "")
+    return Preview(cells, len(runs), len(missing), engine, jobs, whole, pace.estimated if pace else "")
 
 
 def _key(recipe: Recipe, seed: int) -> str:

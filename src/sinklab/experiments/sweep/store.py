@@ -29,7 +29,7 @@ from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 
 MANIFESTS = "asked"
 
-OF_MEASURED: Any = {"each": True, "against": True, "published": {"model"}, "claims": {"__all__": ONLY_MEASURED}}
+OF_MEASURED: Any = {"each": True, "scatter": True, "published": {"model"}, "claims": {"__all__": ONLY_MEASURED}}
 """Fields of experiments that apply only to existing models and are not written to manifests (pydantic's `exclude`)."""
 
 
@@ -75,7 +75,7 @@ class SweepManifest(VersionedDocument):
                 yield name, seed, run_hash
 
     def save(self, out: Path) -> None:
-        """Write asked/ID.json in the directory of the sweep; see `write_json` for errors."""
+        """Write asked/ID.json in the directory of the sweep."""
         path = out / MANIFESTS / f"{self.experiment.id}.json"
         document = self.model_dump(mode="json", by_alias=True, exclude={"experiment"})
         experiment = self.experiment.model_dump(mode="json", by_alias=True, exclude=OF_MEASURED)
@@ -178,7 +178,7 @@ def results_of(manifests: Mapping[str, SweepManifest], out: Path) -> dict[str, C
 
     Raises:
         InputError: if a file of a run cannot be read or is damaged.
-        SinklabError: see `found_runs`.
+        SinklabError: if an env.json is damaged.
     """
     found = found_runs(out)
     wanted = tuple(dict.fromkeys([*STORED, *(name for one in manifests.values() for name in _quantities(one))]))
@@ -202,7 +202,7 @@ def summary_of(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:
     """Return the summary of the manifests' experiments, from the runs in and below a directory.
 
     Raises:
-        InputError, SinklabError: see `results_of`.
+        InputError, SinklabError: if a file of a run cannot be read or is damaged.
     """
     experiments = [at_scale(one.experiment, one.scale, one.seeds) for one in manifests.values()]
     altered = any(one.overlay for one in manifests.values())

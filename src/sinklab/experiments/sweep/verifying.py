@@ -285,11 +285,11 @@ def _train_again(directory: Path, again: Path) -> tuple[list[str], str]:
         packed, repeated = old[place].valid_loss, new[place].valid_loss
         if packed is not None and repeated is not None and abs(repeated / packed - 1) > limit:
             problems.append(f"step {old[place].step}: validation loss {repeated:.4f} here and {packed:.4f} there")
-    said = ", ".join(f"{key} {before.get(key)} there and {here.get(key)} here" for key in differing)
+    differences = ", ".join(f"{key} {before.get(key)} there and {here.get(key)} here" for key in differing)
     there, now = (number_text(RunNumbers(recipe.seed, rows).value("sink_1"), ".2f") for rows in (old, new))
     return problems, (
-        f"{said}: the first validation loss after step 0 may differ by {FIRST_LOSS:.1%}, the last by {LAST_LOSS:.0%}; "
-        f"Sink_1 is {now} % here and {there} % there, and may differ as between two seeds"
+        f"{differences}: the first validation loss after step 0 may differ by {FIRST_LOSS:.1%}, the last by "
+        f"{LAST_LOSS:.0%}; Sink_1 is {now} % here and {there} % there, and may differ as between two seeds"
     )
 
 

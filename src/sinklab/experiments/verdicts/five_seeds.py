@@ -65,7 +65,7 @@ def detectable(check: Check, scale: str) -> str:
     `less`, `equal`, `rising` and `falling`, and if the scale has no pilot runs of the quantity.
     """
     if isinstance(check, All):
-        return " ".join(dict.fromkeys(said for part in check.of if (said := detectable(part, scale))))
+        return " ".join(dict.fromkeys(text for part in check.of if (text := detectable(part, scale))))
     if not isinstance(check, Within | Differs | Equal | Monotone):
         return ""
     found = shipped_pilots().scales.get(scale, {}).get(check.value)
@@ -81,10 +81,10 @@ def detectable(check: Check, scale: str) -> str:
     if isinstance(check, Equal):
         sd = found.sd * sqrt(2) if found.sd_of_difference is None else found.sd_of_difference
         return f"Five seeds confirm equality within a margin of {size(MARGIN, sd)} with 80 % power."
-    said = f"Five seeds detect a difference of {size(TWO_CELLS, found.sd)} between two cells with 80 % power"
+    sentence = f"Five seeds detect a difference of {size(TWO_CELLS, found.sd)} between two cells with 80 % power"
     at_zero = isinstance(check, Differs) and of.unit == "%"
     zero = f", and a difference of {size(ONE_CELL, found.sd)} if one cell is 0 for all seeds" if at_zero else ""
-    return f"{said}{zero}."
+    return f"{sentence}{zero}."
 
 
 class CommittedVerdict(ReadDocument):

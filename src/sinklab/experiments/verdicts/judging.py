@@ -55,7 +55,7 @@ def judge(to_judge: ToJudge, results: Mapping[str, CellResults], altered: bool =
     for one in claims:
         claim = one.claim if isinstance(one, Undecidable) else one
         day = claim.stated or experiment.stated
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "id": claim.id,
             "text": claim.text,
             "cells": list(claim.cells),
@@ -68,21 +68,21 @@ def judge(to_judge: ToJudge, results: Mapping[str, CellResults], altered: bool =
             "changed": claim.changed or "",
         }
         if isinstance(one, Undecidable):
-            found["evidence"] = one.why
+            fields["evidence"] = one.why
         elif claim.check is None:
-            found["evidence"] = f"{claim.same_as} is not part of these experiments."
+            fields["evidence"] = f"{claim.same_as} is not part of these experiments."
         else:
             published = experiment.published if entry.scale in PAPER_SCALES else None
             compares = any(isinstance(part, Differs) for part in parts_of(claim.check))
-            found["rule"] = "no overlap" if compares else "seed by seed"
-            found["quantity"] = next(iter(claim.check.quantities), "")
+            fields["rule"] = "no overlap" if compares else "seed by seed"
+            fields["quantity"] = next(iter(claim.check.quantities), "")
             condition = experiment.precondition(claim)
-            found |= _unmet(claim.check, condition, runs) or _judged_claim(claim.check, runs, published)
+            fields |= _unmet(claim.check, condition, runs) or _judged_claim(claim.check, runs, published)
             if _piloted(claim, experiment, entry.scale) and not altered:
-                found["finds"] = detectable(claim.check, entry.scale)
-        if found.get("verdict") == "no verdict" and not experiment.requests and not altered:
-            found["elsewhere"] = verdict_of_five(entry.scale, claim.same_as or f"{experiment.id}.{claim.id}")
-        judged.append(JudgedClaim(**found))
+                fields["finds"] = detectable(claim.check, entry.scale)
+        if fields.get("verdict") == "no verdict" and not experiment.requests and not altered:
+            fields["elsewhere"] = verdict_of_five(entry.scale, claim.same_as or f"{experiment.id}.{claim.id}")
+        judged.append(JudgedClaim(**fields))
     return judged
 
 
@@ -122,8 +122,8 @@ def _judged_claim(check: Check, runs: Runs, published: Published | None) -> dict
 
 def _judged(check: Check, runs: Runs, published: Published | None = None) -> tuple[Verdict, str, int]:
     """Return the verdict on a check, the evidence, and the number of seeds (for `all`, the smallest of its parts)."""
-    found = [_part(part, runs, published) for part in parts_of(check)]
-    verdicts, texts, counts = zip(*found, strict=True)
+    parts = [_part(part, runs, published) for part in parts_of(check)]
+    verdicts, texts, counts = zip(*parts, strict=True)
     failed = {cell: count for cell in check.cells if (count := runs.failed(cell)) and runs.of(cell)}
     excluded = [
         f"Training of {cell} diverged at {plural(count, 'seed')}, which {'is' if count == 1 else 'are'} excluded."
@@ -137,16 +137,16 @@ def _part(check: Check, runs: Runs, published: Published | None) -> tuple[Verdic
     if waiting := _missing_runs(check, runs):
         return "not run", waiting, 0
     try:
-        found = decide(check, runs)
+        finding = decide(check, runs)
     except UnmeasuredError as error:
         return "no verdict", unmeasured(error, runs.noun), 0
-    text = evidence(check, found, runs.noun)
-    if found.seeds < FEWEST:
-        return "no verdict", text, found.seeds
-    agrees, beside = _beside_published(check, published, runs) if found.holds and published else (True, [])
-    holds: Verdict = "reproduced" if found.size and agrees else "direction only"
+    text = evidence(check, finding, runs.noun)
+    if finding.seeds < FEWEST:
+        return "no verdict", text, finding.seeds
+    agrees, beside = _beside_published(check, published, runs) if finding.holds and published else (True, [])
+    holds: Verdict = "reproduced" if finding.size and agrees else "direction only"
     decided: dict[bool | None, Verdict] = {None: "inconclusive", False: "contradicted", True: holds}
-    return decided[found.holds], " ".join([text, *beside]), found.seeds
+    return decided[finding.holds], " ".join([text, *beside]), finding.seeds
 
 
 def _at_eps(check: Check, runs: Runs) -> Verdict | None:
