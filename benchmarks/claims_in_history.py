@@ -1,6 +1,6 @@
 """Compare the claims of packed results with those in the repository when their runs were trained.
 
-    python -m benchmarks.claims_in_history results/tiny
+    python -m benchmarks.claims_in_history results/archive/tiny
 
 For every claim, reads the experiment's file at the commit from which the earliest run of the claim's cells was trained
 (env.json of the run), and compares the check. Prints the number of claims by result and commit, and every claim that

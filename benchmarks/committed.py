@@ -1,10 +1,10 @@
 """Record the verdicts of committed results, which are shown with claims that are judged on fewer than five seeds.
 
-    python -m benchmarks.committed results/tiny
+    python -m benchmarks.committed results/archive/tiny
 
 Writes `src/sinklab/experiments/committed.json`, which is part of the package; other scales in the file are kept. Also
-writes two tables in README.md: the verdicts on the paper's statements at each scale that has committed verdicts, and
-the number of confirmatory claims by subject and verdict.
+writes two tables in results/archive/README.md: the verdicts on the paper's statements at each scale that has committed
+verdicts, and the number of confirmatory claims by subject and verdict.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from sinklab.tables import Table, markdown, names
 
 PATH = Path(five_seeds.__file__).parents[1] / five_seeds.COMMITTED
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
+PAGE = ROOT / "results" / "archive" / "README.md"
 BEGIN, END = "<!-- made by benchmarks/committed.py -->\n\n", "\n\n<!-- end -->"
 
 
@@ -70,16 +70,16 @@ def count_table(summaries: Sequence[Summary]) -> str:
     return markdown(Table("", names("scale", "finished runs", "claims about", "claims", *verdicts), rows))
 
 
-def readme_with(text: str, summaries: Sequence[Summary]) -> str:
-    """Return the text of README.md with its tables of statements and of counts replaced."""
+def page_with(text: str, summaries: Sequence[Summary]) -> str:
+    """Return the text of the page with its tables of statements and of counts replaced."""
     before, rest = text.split(BEGIN)
     tables = f"{statement_table(summaries)}\n\n{count_table(summaries)}"
     return f"{before}{BEGIN}{tables}{END}{rest.split(END, 1)[1]}"
 
 
 def committed_summaries() -> list[Summary]:
-    """Read the summaries with confirmatory verdicts in the folders of `results/` named for a scale, smallest first."""
-    folders = [ROOT / "results" / name for name in SCALES if (ROOT / "results" / name / SUMMARY).exists()]
+    """Read the summaries with confirmatory verdicts in the folders of `results/archive/` named for a scale."""
+    folders = [PAGE.parent / name for name in SCALES if (PAGE.parent / name / SUMMARY).exists()]
     found = [summary for summary in map(summary_in, folders) if committed_verdicts(summary)]
     return [summary for summary in found if "confirmatory" in summary.counts]
 
@@ -94,8 +94,8 @@ def main() -> None:
         parser.error(f"{results} has no verdicts of one scale by five seeds or more")
     scales = {**before.scales, summary.scale: found}
     write_json(PATH, before.model_copy(update={"scales": scales}).model_dump(by_alias=True))
-    README.write_text(readme_with(README.read_text("utf-8"), committed_summaries()), "utf-8")
-    print(f"{len(found)} verdicts at {summary.scale}: in {PATH}; statements: in {README}")
+    PAGE.write_text(page_with(PAGE.read_text("utf-8"), committed_summaries()), "utf-8")
+    print(f"{len(found)} verdicts at {summary.scale}: in {PATH}; statements: in {PAGE}")
 
 
 if __name__ == "__main__":

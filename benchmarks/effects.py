@@ -2,9 +2,9 @@
 
     python -m benchmarks.effects
 
-The numbers are those of the packed results of `results/tiny` and `results/exploratory`. A cell has a row if all recipe
-keys that it changes belong to one group of `GROUPS` and it has at least `FEWEST` finished seeds; of several cells with
-the same change, the one in `results/tiny`, or else the one with most seeds, is shown.
+The numbers are those of the packed results of `results/archive/tiny` and `results/archive/exploratory`. A cell has a
+row if all recipe keys that it changes belong to one group of `GROUPS` and it has at least `FEWEST` finished seeds; of
+several cells with the same change, the one in `results/archive/tiny`, or else the one with most seeds, is shown.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from sinklab.experiments.documents import CellSummary, Summary
 from sinklab.tables import Table, markdown, names, numbers
 
 PAGE = ROOT / "docs" / "effects.md"
-FOLDERS = "results/tiny", "results/exploratory"
+FOLDERS = "results/archive/tiny", "results/archive/exploratory"
 FEWEST = 3
 GROUPS = {
     "Attention operation": ("model.attention.", ("operation",)),
@@ -40,25 +40,27 @@ GROUPS = {
 HEAD = """# Effects of the interventions
 
 This page lists what each [intervention](interventions.md) does to the sink and to the loss of a small model. Each row
-is one setting of the recipe, or several of one kind, that were changed in models of the scale `tiny` (0.3 M parameters,
-softmax attention, BOS, a weight decay of 0.5, 1,500 steps on Python source code; [what such a model
-shows](findings.md)):
+is one setting of the recipe, or several of one kind, that were changed in models of the scale `tiny` (0.3 M
+parameters, softmax attention, BOS, a weight decay of 0.5, 1,500 steps on Python source code; [what such a model
+shows](../results/archive/findings.md)):
 
     sinklab train tiny --set model.gate=head
 
-**Sink_1** is the sink rate of the first token, and **bias** that of a key bias, sink token or sink logit, both in % of
-heads (mean of the last three evaluations); a bias includes the rest of stick-breaking attention. **Loss** is the
-validation loss minus that of the unchanged model with the same seed, in nats per token. All are medians over seeds with
-the smallest and the largest value. The sink rates of attention whose scores do not sum to one are computed from [proxy
-scores](glossary.md). Sinks on other tokens, such as a fixed second token, are not included. Under a window, queries
-that do not see the first token count as 0 ([results/tiny](../results/tiny/README.md) has the rates over the others).
+**Sink_1** is the sink rate of the first token, and **bias** that of a key bias, sink token or sink logit, both in %
+of heads (mean of the last three evaluations); a bias includes the rest of stick-breaking attention. **Loss** is the
+validation loss minus that of the unchanged model with the same seed, in nats per token. All are medians over seeds
+with the smallest and the largest value. The sink rates of attention whose scores do not sum to one are computed from
+[proxy scores](glossary.md). Sinks on other tokens, such as a fixed second token, are not included. Under a window,
+queries that do not see the first token count as 0 ([results/archive/tiny](../results/archive/tiny/README.md) has the
+rates over the others).
 
 {baseline}
 
-Seeds 0 to 4 had also been used to choose the scale's settings, the others had not. This page has no verdicts; these are
-in [results/tiny](../results/tiny/README.md) for claims of the paper and in the [findings](findings.md) for others. The
-learning rate was chosen for softmax attention; other variants may have a lower loss at another learning rate
-([mitigations_retuned](../results/exploratory/README.md)).
+Seeds 0 to 4 had also been used to choose the scale's settings, the others had not. This page has no verdicts; these
+are in [results/archive/tiny](../results/archive/tiny/README.md) for claims of the paper and in the
+[findings](../results/archive/findings.md) for others. The learning rate was chosen for softmax attention; other
+variants may have a lower loss at another learning rate
+([mitigations_retuned](../results/archive/exploratory/README.md)).
 """
 
 

@@ -1,6 +1,6 @@
 """Figure 30 of 2410.10781 from tuned runs: loss, sink and gradient norms of softmax and sigmoid attention.
 
-    python -m benchmarks.figure_30 results/sft --runs results/exploratory
+    python -m benchmarks.figure_30 results/sft --runs results/archive/exploratory
 
 The first folder contains the output directories of `sinklab sft`, each with the name CELL-HASH of its run. Prints a
 Markdown table of the runs, and one with median, minimum and maximum over the seeds that both cells have, also of the

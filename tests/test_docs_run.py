@@ -178,7 +178,7 @@ def test_the_slow_commands_of_a_page_run(page: str, desk: Run) -> None:
         for seed, step in product(range(1, 6), (1000, 16000, 143000)):
             shutil.copytree("TinyStories-656K", f"seed{seed}/step{step}")
     if page == "help":
-        called(desk, words("report runs/tiny --pack results/tiny"))
+        called(desk, words("report runs/tiny --pack results/archive/tiny"))
     for command in run_here()[page]:
         called(desk, words(command))
 

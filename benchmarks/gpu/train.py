@@ -69,7 +69,7 @@ def measure(recipe: Recipe, data: TokenDataset, folder: Path, rounds: int, steps
     seconds = [_several(updater, steps) / steps for _ in range(rounds)]
     step, config, train = statistics.median(seconds), updater.recipe.model, recipe.train
     peak, flops = peak_flops(updater.device), model_flops(config).total * train.batch_size
-    estimate = memory_estimate(updater.recipe, updater.device).total
+    estimate = sum(memory_estimate(updater.recipe).values())
     return {
         "step_seconds": step,
         "tokens_per_second": train.batch_size * config.context / step,

@@ -13,7 +13,7 @@ from sinklab.errors import InputError
 from sinklab.experiments.definition import Experiment
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.shipped import experiment_ids, load_experiment
-from sinklab.experiments.sweep.plan import ExperimentRequest, plan_sweep
+from sinklab.experiments.sweep.plan import plan_sweep
 from sinklab.experiments.sweep.store import ManifestCell, SweepManifest, merged_manifests
 from sinklab.experiments.sweep.verifying import check_dates
 
@@ -81,7 +81,7 @@ def test_a_reference_to_no_comparison_is_refused(same_as: str, said: str, tmp_pa
         ({"changed": "later"}, "changed"),
         ({"stated": "soon"}, "stated"),
         ({"evidence": "strong"}, "evidence"),
-        ({"asks_massive": "nobody"}, "refers to unknown cell 'nobody' in its check, asks_massive or asks_sink"),
+        ({"requires_massive": "nobody"}, "refers to unknown cell .nobody. in its check, requires_massive or"),
         ({"scales": ["large"]}, "scales"),
     ],
 )  # fmt: skip
@@ -90,14 +90,39 @@ def test_a_claim_that_says_something_impossible_is_refused(change: dict[str, Any
         made(claims=[{**CLAIM, **change}])
 
 
+def test_a_manifest_of_an_earlier_version_is_read() -> None:
+    """Its names of preconditions and of kinds of checks, also within `all`."""
+    alike, at = {"is": "alike", "value": "valid_loss", "margin": 0.1}, {"is": "stands_at", "cell": "softmax"}
+    of = ["softmax", "sigmoid"]
+    first = {"id": "a", "text": "..", "check": {**alike, "of": of}, "asks_massive": "sigmoid", "asks_sink": None}
+    second = {"id": "b", "text": "..", "check": {"is": "all", "of": [{**at, "position": 2}, {**alike, "of": of}]}}
+    before = made(claims=[first, second], asks_sink=True)
+    now = made(
+        claims=[
+            {"id": "a", "text": "..", "check": {**alike, "is": "equal", "of": of}, "requires_massive": "sigmoid"},
+            {
+                "id": "b",
+                "text": "..",
+                "check": {
+                    "is": "all",
+                    "of": [{**at, "is": "peak_at", "position": 2}, {**alike, "is": "equal", "of": of}],
+                },
+            },
+        ],
+        requires_sink=True,
+    )
+    assert before.claims[0].model_dump() == now.claims[0].model_dump()
+    assert (before.claims[1], before.requires_sink) == (now.claims[1], now.requires_sink)
+
+
 def test_two_claims_of_one_id_are_refused() -> None:
     with pytest.raises(ValidationError, match="two claims have the id none: rename one of them"):
         made(claims=[CLAIM, {**CLAIM, "text": "None at all"}])
 
 
 def test_the_seeds_of_a_cell_are_those_of_all_experiments_that_ask_for_it_in_their_order() -> None:
-    confirmatory, exploratory = made(first_seed=100, rank=1), made(id="other", rank=2)
-    plan = plan_sweep([ExperimentRequest(exploratory, "tiny", 1), ExperimentRequest(confirmatory, "tiny", 2)], {})
+    confirmatory, exploratory = made(first_seed=100, rank=1, seeds=2), made(id="other", rank=2, seeds=1)
+    plan = plan_sweep([exploratory, confirmatory], "tiny", None, {})
     assert list(plan.cells["softmax"].seeds) == [0, 100, 101]
     assert plan.order == (("softmax", 100), ("sigmoid", 100), ("softmax", 101), ("sigmoid", 101),
                           ("softmax", 0), ("sigmoid", 0))  # fmt: skip

@@ -8,8 +8,7 @@ import pytest
 
 from sinklab.errors import InputError
 from sinklab.experiments.sweep.engines import EngineName, open_engine, read_options
-from sinklab.experiments.sweep.engines.on_ray import RayOptions
-from sinklab.experiments.sweep.engines.on_slurm import SlurmOptions
+from sinklab.experiments.sweep.engines.cluster import RayOptions, SlurmOptions
 from sinklab.extras import install_command
 
 

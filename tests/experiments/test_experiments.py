@@ -11,7 +11,7 @@ from sweeps import EXPERIMENT, write_experiment
 from sinklab.errors import InputError
 from sinklab.experiments.definition import Experiment
 from sinklab.experiments.shipped import experiment_ids, load_experiment
-from sinklab.experiments.sweep.plan import ExperimentRequest, cells_of, plan_sweep
+from sinklab.experiments.sweep.plan import cells_of, plan_sweep
 from sinklab.train.recipe import build_recipe, load_recipe
 
 
@@ -28,7 +28,7 @@ def own() -> Experiment:
 
 
 def test_a_cell_is_a_variant_of_the_catalogue_what_changes_or_both(run: Run) -> None:
-    cells = cells_of(ExperimentRequest(own(), "tiny", 1), {})
+    cells = cells_of(own(), "tiny", 1, {})
     sigmoid = build_recipe(load_recipe("small.yaml").model_dump(), {"model": {"attention": {"operation": "sigmoid"}}})
     assert cells["sigmoid"].recipe.model == sigmoid.model
     assert cells["decayed"].recipe.model.attention.bias.kind == "k"
@@ -36,19 +36,19 @@ def test_a_cell_is_a_variant_of_the_catalogue_what_changes_or_both(run: Run) -> 
 
 
 def test_what_a_cell_changes_is_said_as_in_its_overlays(run: Run) -> None:
-    cells = cells_of(ExperimentRequest(own(), "tiny", 1), {"train": {"steps": 9}})
+    cells = cells_of(own(), "tiny", 1, {"train": {"steps": 9}})
     changes = {name: dict(cell.change) for name, cell in cells.items()}
     assert changes["softmax"] == {}
     assert changes["decayed"] == {"model.attention.bias.kind": "k", "optim.weight_decay": 0.5}
     lossy = own().model_copy(update={"cells": {"tweo": [{"losses": {"tweo": {}}}]}})
-    (cell,) = cells_of(ExperimentRequest(lossy, "tiny", 1), {}).values()
+    (cell,) = cells_of(lossy, "tiny", 1, {}).values()
     assert cell.change == {"losses.tweo.weight": 0.01, "losses.tweo.tau": 3.0, "losses.tweo.p": 4.0}
 
 
 def test_what_a_cell_changes_includes_settings_of_the_base_that_another_optimiser_replaces() -> None:
     overlays = {"short": {"optim": "muon"}, "long": {"optim": {"name": "muon"}}}
     values = {"id": "muon", "title": "Muon", "base": "tiny", "cells": overlays}
-    cells = cells_of(ExperimentRequest(Experiment.model_validate(values), "tiny", 1), {})
+    cells = cells_of(Experiment.model_validate(values), "tiny", 1, {})
     replaced = {"optim.lr": 4e-4, "optim.weight_decay": 0.1}
     assert cells["short"].change == {"optim": "muon", **replaced}
     assert cells["long"].change == {"optim.name": "muon", **replaced}
@@ -57,7 +57,8 @@ def test_what_a_cell_changes_includes_settings_of_the_base_that_another_optimise
 def test_seeds_come_one_after_the_other_within_an_experiment_and_experiments_by_their_rank(run: Run) -> None:
     second = own()
     first = second.model_copy(update={"id": "first", "rank": 1, "cells": {"softmax": [], "gate": [{"seed": 0}]}})
-    plan = plan_sweep([ExperimentRequest(second, "tiny", 2), ExperimentRequest(first, "tiny", 1)], {})
+    first = first.model_copy(update={"seeds": 1})
+    plan = plan_sweep([second, first], "tiny", None, {})
     assert plan.order == (
         ("softmax", 0), ("gate", 0),  # of the first
         ("sigmoid", 0), ("decayed", 0), ("softmax", 1), ("sigmoid", 1), ("decayed", 1),

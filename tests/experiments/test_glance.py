@@ -6,7 +6,7 @@ import pytest
 from test_coverage import stated_claims
 
 from benchmarks import effects, mechanism
-from benchmarks.committed import README, committed_summaries, readme_with, summary_in
+from benchmarks.committed import PAGE, committed_summaries, page_with, summary_in
 from sinklab.experiments.definition import SCALES
 from sinklab.experiments.paper import PaperStatement, statements
 from sinklab.experiments.quantities import quantity
@@ -61,8 +61,8 @@ def test_the_page_on_the_mechanism_has_the_numbers_of_the_committed_results() ->
 
 
 def test_the_readme_has_the_verdicts_of_the_committed_results() -> None:
-    text = README.read_text("utf-8")
-    assert text == readme_with(text, committed_summaries())
+    text = PAGE.read_text("utf-8")
+    assert text == page_with(text, committed_summaries())
     assert "| claims at tiny |" in text
     assert "| scale | finished runs | claims about | claims | reproduced |" in text
 

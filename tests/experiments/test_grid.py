@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from sinklab.experiments.definition import Experiment
 from sinklab.experiments.summary import at_scale, summarise
-from sinklab.experiments.sweep.plan import ExperimentRequest, plan_sweep
+from sinklab.experiments.sweep.plan import plan_sweep
 from sinklab.report.sweeps import grid_tables
 
 SMALL = {"optim": {"weight_decay": 0.1}}
@@ -30,9 +30,9 @@ NAMES = [f"{cell}+{one}" for cell in ("softmax", "gate") for one in COMBINATIONS
 def test_a_grid_trains_every_cell_with_every_combination() -> None:
     experiment = Experiment.model_validate(SAID)
     assert list(experiment.cells) == NAMES
-    plan = plan_sweep([ExperimentRequest(experiment, "tiny", 1)], {})
+    plan = plan_sweep([experiment], "tiny", 1, {})
     alone = Experiment.model_validate({**SAID, "cells": {"softmax": {}}, "changes": {}})
-    plain = plan_sweep([ExperimentRequest(alone, "tiny", 1)], {}).cells["softmax"].recipe
+    plain = plan_sweep([alone], "tiny", 1, {}).cells["softmax"].recipe
     recipes = {name: cell.recipe for name, cell in plan.cells.items()}
     found = {
         name: (one.optim.name, one.optim.weight_decay, one.model.gate != plain.model.gate)

@@ -133,6 +133,19 @@ def test_only_the_chosen_cells_are_trained(run: Run) -> None:
     assert not Path("elsewhere").exists()
 
 
+def test_shards_divide_the_runs_and_the_last_one_finds_all_of_them(run: Run) -> None:
+    for shard, done in ((0, 2), (1, 4), (2, 6)):
+        of_shard = ("reproduce", "mine.yaml", *OPTIONS, "--shard", f"{shard}/3")
+        ahead = json.loads(run(*of_shard, "--dry-run", "--json")[1])
+        assert (ahead["runs"], ahead["missing"]) == (2, 2)
+        assert run(*of_shard)[0] == 0
+        assert len(records(Path("runs/tiny"))) == done
+    assert [cell["seeds"] for cell in summary_of(Path("runs/tiny"))["cells"].values()] == [2, 2, 2]
+    status, _, err = run("reproduce", "mine.yaml", *OPTIONS, "--shard", "3/3")
+    assert status == 2
+    assert "--shard 3/3: the shards of 3 are 0/3 to 2/3" in err
+
+
 def test_runs_of_other_steps_stay_and_are_not_in_the_summary(run: Run) -> None:
     assert run("reproduce", "mine.yaml", *OPTIONS)[0] == 0
     status, _, err = run("reproduce", "other.yaml", *OPTIONS, "--steps", 2)
@@ -288,7 +301,7 @@ def nothing(out: Path) -> None:
         (
             ["all", "--scale", "huge"],
             nothing,
-            "no experiment has scale 'huge'; choose from: tiny, mini, laptop, small, 60m, 1b, backcopy, "
+            "no experiment has scale 'huge'; choose from: tiny, mini, laptop, lab, small, 60m, 1b, backcopy, "
             "trigger_average",
         ),
         (["mine.yaml", "--engine", "cloud"], nothing, "Invalid value for '--engine'"),

@@ -87,8 +87,8 @@ def test_an_experiment_on_a_recipe_of_its_own_is_not_described_as_the_shipped_re
     experiment = trained("table_4").model_copy(update={"base": {"tiny": "mine.yaml"}, "adapted": {}})
     experiment = experiment.model_copy(update={"cells": {"softmax": []}, "claims": (), "published": None})
     on_tiny = experiment.model_copy(update={"base": {"tiny": "tiny"}})
-    assert at_scale(on_tiny, "tiny").entry.adapted
-    assert not at_scale(experiment, "tiny").entry.adapted
+    assert at_scale(on_tiny, "tiny")[1].adapted
+    assert not at_scale(experiment, "tiny")[1].adapted
 
 
 def test_one_experiment_names_the_summary_and_it_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -85,14 +85,15 @@ def test_what_another_process_assesses_is_waited_for(run: Run, monkeypatch: pyte
         other.enter_context(one_writer(path))
 
         def wait(seconds: float) -> None:
-            waited.append(seconds)
-            other.close()
+            if seconds == reproducing.LOOKS_EVERY_S:  # and not that of a lock
+                waited.append(seconds)
+                other.close()
 
         monkeypatch.setattr(reproducing.time, "sleep", wait)
         status, _, err = run("reproduce", "streamed.yaml", *OPTIONS, "--seeds", 1)
     assert status == 0
     assert "was not assessed" not in err
-    assert [seconds for seconds in waited if seconds] == [reproducing.LOOKS_EVERY_S]  # sleep(0) yields the core
+    assert len(waited) == 1
     assert "streaming" in load_assessment(path).results
 
 

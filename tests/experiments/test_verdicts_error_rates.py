@@ -18,7 +18,7 @@ from sinklab.experiments.claims import Equal, Monotone, Precedes
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.counts import middle_and_ends, seed_by_seed, separated
-from sinklab.experiments.verdicts.kinds import Runs, evaluate
+from sinklab.experiments.verdicts.kinds import Runs, decide
 
 DRAWS = 3000
 SEEDS = 5
@@ -185,7 +185,7 @@ def _cell(values: Sequence[Mapping[str, float]]) -> CellResults:
 def test_losses_are_called_equal_within_a_twentieth_of_a_nat(truth: float, spread: str, found: float) -> None:
     a, b = 3.78 + LOSS_SD_OF_DIFFERENCE[spread] / sqrt(2) * normals(2, draws=1000, shared=0.0)
     check = Equal(value="valid_loss", cell="a", to="b", margin=0.05)
-    said = [evaluate(check, runs).holds for runs in drawn_runs("valid_loss", {"a": a + truth, "b": b})]
+    said = [decide(check, runs).holds for runs in drawn_runs("valid_loss", {"a": a + truth, "b": b})]
     assert said.count(True) / len(said) == about(found, 1000)
 
 
@@ -194,7 +194,7 @@ def test_a_trend_over_five_cells_by_its_standard_deviations_from_end_to_end(rise
     z = normals(5, draws=1000) + np.linspace(0, rise, 5)[:, None, None]
     names = [f"c{at}" for at in range(5)]
     check = Monotone.model_validate({"is": "rising", "value": "valid_loss", "over": names})
-    said = [evaluate(check, runs).holds for runs in drawn_runs("valid_loss", dict(zip(names, z, strict=True)))]
+    said = [decide(check, runs).holds for runs in drawn_runs("valid_loss", dict(zip(names, z, strict=True)))]
     assert said.count(True) / len(said) == about(found, 1000)
 
 
@@ -207,7 +207,7 @@ def test_which_step_comes_first_of_steps_in_hundreds_up_to_1500(
     one, other = (np.where(step > 1500, np.inf, step).tolist() for step in steps)
     check = Precedes(cell="a", first="norm_step", then="emergence_step")
     said = [
-        evaluate(
+        decide(
             check, Runs({"a": _cell([{"norm_step": x, "emergence_step": y} for x, y in zip(*draw, strict=True)])})
         ).holds
         for draw in zip(one, other, strict=True)

@@ -145,7 +145,7 @@ def test_verdicts_at_other_thresholds_stand_beside_where_rates_were_recorded_the
     both = {"is": "all", "of": [HAS_ONE, {"is": "within", "value": "valid_loss", "cell": "softmax", "at_most": 4.0}]}
     assert verdict(both, results).at_eps == {"0.2": "reproduced", "0.4": "inconclusive"}
     assert verdict({"is": "appears", "cell": "softmax", "before": 1500}, results).at_eps["0.4"] == "inconclusive"
-    for check in ({**HAS_ONE, "value": "valid_loss"}, {"is": "stands_at", "cell": "softmax", "position": 1},
+    for check in ({**HAS_ONE, "value": "valid_loss"}, {"is": "peak_at", "cell": "softmax", "position": 1},
                   {**HAS_ONE, "value": "sink_first_2"}):  # fmt: skip
         assert verdict(check, results).at_eps == {}
     assert verdict(HAS_ONE, first(5)).at_eps == {}  # rows of older runs
@@ -218,14 +218,14 @@ def test_claims_about_massive_activations_are_asked_where_the_baseline_has_one(
     softmax: Sequence[tuple[float, float]], expected: str
 ) -> None:
     results = {"softmax": trained_norms(*softmax), "k_biases": SMALL}
-    asked, sinks = judged(NORMS, {**NORMS, "value": "sink_1"}, results=results, asks_massive=True)
+    asked, sinks = judged(NORMS, {**NORMS, "value": "sink_1"}, results=results, requires_massive=True)
     assert asked.verdict == expected
     if expected == "not asked":
         assert "The value is at least 2 at" in asked.evidence
     assert sinks.verdict in ("inconclusive", "no verdict")  # which are about no norm
     never = {"softmax": cell_of(*(run_of(seed, reading()) for seed in range(5))), "k_biases": SMALL}
-    assert judged(NORMS, results=never, asks_massive=True)[0].verdict == "not asked"
-    assert judged(NORMS, results={}, asks_massive=True)[0].verdict == "not run"
+    assert judged(NORMS, results=never, requires_massive=True)[0].verdict == "not asked"
+    assert judged(NORMS, results={}, requires_massive=True)[0].verdict == "not run"
     assert judged(NORMS, results=results)[0].verdict in ("reproduced", "no verdict")
 
 
@@ -243,14 +243,14 @@ def test_claims_about_sinks_are_asked_where_the_baseline_has_one(softmax: Sequen
     absent = {"is": "absent", "cell": "k_biases"}
     of_softmax = {"is": "within", "value": "sink_1", "cell": "softmax", "at_least": 5.0}
     loss = {"is": "within", "value": "valid_loss", "cell": "k_biases", "at_most": 99.0}
-    asked, alone, other = judged(absent, of_softmax, loss, results=results, asks_sink=True)
+    asked, alone, other = judged(absent, of_softmax, loss, results=results, requires_sink=True)
     assert asked.verdict == expected
     if expected == "not asked":
         assert "requires a sink in softmax" in asked.evidence
     enough = len(softmax) >= 5
     assert alone.verdict == ("reproduced" if enough else "no verdict")  # of the baseline itself, which may have none
     assert other.verdict != "not asked"  # about no sink
-    assert judged(absent, results={}, asks_sink=True)[0].verdict == "not run"
+    assert judged(absent, results={}, requires_sink=True)[0].verdict == "not run"
 
 
 def test_norm_claims_of_the_last_block_ask_for_growth_of_the_last_block() -> None:
@@ -263,17 +263,17 @@ def test_norm_claims_of_the_last_block_ask_for_growth_of_the_last_block() -> Non
     results = {"softmax": of((1.0, 4.0, 3.0)), "k_biases": of((1.0, 2.0, 1.0))}
     last = {"is": "less", "value": "norm_ratio_last", "cell": "k_biases", "than": "softmax", "times": 2.0}
     largest = last | {"value": "norm_ratio", "times": None}
-    assert [one.verdict for one in judged(last, largest, results=results, asks_massive=True)] == [
+    assert [one.verdict for one in judged(last, largest, results=results, requires_massive=True)] == [
         "reproduced",
         "not asked",  # the largest ratio grows from 3 to 4 only
     ]
 
 
 def test_a_claim_may_name_the_cell_that_must_have_a_massive_activation() -> None:
-    claims = [{"id": "a", "text": "A", "check": NORMS, "asks_massive": "k_biases"},
-              {"id": "b", "text": "B", "check": NORMS, "asks_massive": False}]  # fmt: skip
+    claims = [{"id": "a", "text": "A", "check": NORMS, "requires_massive": "k_biases"},
+              {"id": "b", "text": "B", "check": NORMS, "requires_massive": False}]  # fmt: skip
     results = {"softmax": trained_norms(*[(2.0, 8.0)] * 5), "k_biases": SMALL}
-    experiment = experiment_of(cells=list(results), claims=claims, asks_massive=True)
+    experiment = experiment_of(cells=list(results), claims=claims, requires_massive=True)
     assert [one.verdict for one in judge(at_scale(experiment, "tiny"), results)] == ["not asked", "reproduced"]
 
 
@@ -351,8 +351,10 @@ def test_what_five_seeds_gave_is_kept_for_those_who_train_fewer(monkeypatch: pyt
     experiment = experiment_of(LESS, cells=list(SINKS), id="table")
     kept = committed_verdicts(summarise([at_scale(experiment, "tiny")], first(5)))
     monkeypatch.setattr(five_seeds, "shipped_verdicts", lambda: Committed(scales={"tiny": kept}))
-    few = JudgedClaim(id="mine", experiment="lab", same_as="table.claim_0", scale="tiny", verdict="no verdict", seeds=1)
+    lab = experiment_of(cells=list(SINKS), claims=[{"id": "b", "text": "B", "check": LESS, "same_as": "table.claim_0"}])
     begins = "An earlier sweep with 5 seeds had the verdict reproduced. Sink_1 by seed: k_biases 0.0, 0.0"
-    assert verdict_of_five(few).startswith(begins)
-    assert verdict_of_five(few.model_copy(update={"scale": "small"})) == ""
+    (few,), (enough,) = judge(at_scale(lab, "tiny"), first(1)), judge(at_scale(lab, "tiny"), first(5))
+    assert few.elsewhere.startswith(begins)
+    assert enough.elsewhere == judge(at_scale(lab, "tiny"), first(1), altered=True)[0].elsewhere == ""
+    assert verdict_of_five("small", "table.claim_0") == ""
     assert committed_verdicts(summarise([at_scale(experiment, "tiny")], first(3))) == {}

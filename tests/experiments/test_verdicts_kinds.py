@@ -66,9 +66,9 @@ def at_sinks(check: Check, sinks: Mapping[str, Sequence[float]] = SINKS) -> Judg
         ({"is": "equal", "cell": "v_biases", "to": "softmax", "margin": 2.0}, "inconclusive"),
         ({"is": "equal", "cell": "k_biases", "to": "softmax", "margin": 15.0}, "contradicted"),
         ({"is": "equal", "cell": "k_biases", "to": "softmax", "margin": 22.0}, "inconclusive"),
-        ({"is": "alike", "of": ["softmax", "v_biases"], "margin": 3.0}, "reproduced"),
-        ({"is": "alike", "of": ["softmax", "v_biases", "k_biases"], "margin": 15.0}, "contradicted"),
-        ({"is": "alike", "of": ["softmax", "v_biases"], "margin": 2.0}, "inconclusive"),
+        ({"is": "equal", "of": ["softmax", "v_biases"], "margin": 3.0}, "reproduced"),
+        ({"is": "equal", "of": ["softmax", "v_biases", "k_biases"], "margin": 15.0}, "contradicted"),
+        ({"is": "equal", "of": ["softmax", "v_biases"], "margin": 2.0}, "inconclusive"),
         ({"is": "rising", "over": ["k_biases", "weak", "softmax"]}, "reproduced"),
         ({"is": "falling", "over": ["k_biases", "weak", "softmax"]}, "contradicted"),
     ],
@@ -89,7 +89,7 @@ def test_rates(check: Check, expected: str) -> None:
         ({"is": "equal", "cell": "same", "to": "low", "margin": 0.05}, "reproduced"),
         ({"is": "equal", "cell": "high", "to": "low", "margin": 0.05}, "contradicted"),
         ({"is": "equal", "cell": "high", "to": "low", "margin": 0.301}, "inconclusive"),
-        ({"is": "alike", "of": ["low", "same", "high"], "margin": 0.05}, "contradicted"),
+        ({"is": "equal", "of": ["low", "same", "high"], "margin": 0.05}, "contradicted"),
     ],
 )
 def test_losses(check: Check, expected: str) -> None:
@@ -101,14 +101,14 @@ def test_a_difference_beyond_the_margin_on_both_sides_leaves_equality_open() -> 
     assert at_losses({"is": "equal", "cell": "a", "to": "b", "margin": 1.0}, apart).verdict == "inconclusive"
     assert (
         "at most 1 nats in magnitude at 0 of 5 seeds"
-        in at_losses({"is": "alike", "of": ["b", "a"], "margin": 1.0}, apart).evidence
+        in at_losses({"is": "equal", "of": ["b", "a"], "margin": 1.0}, apart).evidence
     )
 
 
 def test_alike_asks_for_every_cell_within_the_margin_of_the_first() -> None:
     three = {"mid": [3.0] * 5, "up": [3.04] * 5, "down": [2.96] * 5}
-    assert at_losses({"is": "alike", "of": ["mid", "up", "down"], "margin": 0.05}, three).verdict == "reproduced"
-    assert at_losses({"is": "alike", "of": ["up", "mid", "down"], "margin": 0.05}, three).verdict == "contradicted"
+    assert at_losses({"is": "equal", "of": ["mid", "up", "down"], "margin": 0.05}, three).verdict == "reproduced"
+    assert at_losses({"is": "equal", "of": ["up", "mid", "down"], "margin": 0.05}, three).verdict == "contradicted"
 
 
 def test_a_trend_with_neighbours_that_go_the_other_way_without_overlap_is_open() -> None:
@@ -157,7 +157,7 @@ def standing(*sinks: Sequence[float]) -> dict[str, CellResults]:
     return {"fixed": cell_of(*(run_of(seed, reading(sink=rates)) for seed, rates in enumerate(sinks)))}
 
 
-AT_2 = {"is": "stands_at", "cell": "fixed", "position": 2, "at_least": 10.0}
+AT_2 = {"is": "peak_at", "cell": "fixed", "position": 2, "at_least": 10.0}
 
 
 @pytest.mark.parametrize(
@@ -290,6 +290,47 @@ def test_which_of_two_steps_comes_first(steps: list[tuple[int | None, int | None
     assert verdict(check, {"softmax": growing(*steps)}).verdict == expected
 
 
+def test_a_bound_that_is_met_exactly() -> None:
+    """At least, at most, a margin and the rate of `appears` include their bound; above, below and absent do not."""
+    flat, one = {"a": [4.0] * 5, "b": [4.0] * 5, "c": [4.0] * 5}, {"a": [1.0] * 5}
+    assert at_sinks({"is": "within", "cell": "a", "at_least": 4.0}, flat).verdict == "reproduced"
+    assert at_sinks({"is": "within", "cell": "a", "at_most": 4.0}, flat).verdict == "reproduced"
+    assert at_sinks({"is": "absent", "cell": "a"}, one).verdict == "contradicted"
+    assert at_sinks({"is": "less", "cell": "a", "than": "b"}, flat).verdict == "inconclusive"
+    assert at_sinks({"is": "greater", "cell": "a", "than": "b"}, flat).verdict == "inconclusive"
+    assert "In 25 of 25 pairs" in at_sinks({"is": "greater", "cell": "a", "than": "b"}, flat).evidence
+    for kind in ("rising", "falling"):  # a slope of 0 is neither
+        assert at_sinks({"is": kind, "over": ["a", "b", "c"]}, flat).verdict == "contradicted"
+    steps = {"low": [2.0] * 5, "high": [4.0] * 5}
+    assert at_sinks({"is": "equal", "cell": "high", "to": "low", "margin": 2.0}, steps).verdict == "reproduced"
+    assert at_sinks({"is": "equal", "of": ["low", "high"], "margin": 2.0}, steps).verdict == "reproduced"
+    for size in ({"by": 2.0}, {"times": 2.0}):
+        assert at_sinks({"is": "greater", "cell": "high", "than": "low", **size}, steps).verdict == "direction only"
+    low = {"is": "less", "cell": "a", "than": "b", "absent": True}
+    assert at_sinks(low, {"a": [1.0] * 5, "b": [4.0] * 5}).verdict == "direction only"
+
+
+def test_steps_and_rates_of_a_sink_that_are_met_exactly() -> None:
+    exactly = emerging(*[{0: 0.0, 500: 1.0, 1000: 10.0, 1500: 10.0}] * 5)
+    appears = {"is": "appears", "cell": "softmax"}
+    assert verdict({**appears, "before": 1000}, exactly).verdict == "reproduced"
+    assert verdict({**appears, "before": 1500, "after": 1000}, exactly).verdict == "contradicted"
+    assert verdict({**appears, "before": 1000, "rate": 10.1}, exactly).verdict == "contradicted"
+    run = exactly["softmax"].numbers[0]
+    assert (run.value("sink_step"), run.value("emergence_step")) == (500.0, 1000.0)
+    assert verdict(AT_2, standing(*[(0.1, 10.0, 1.0)] * 5)).verdict == "reproduced"
+    assert verdict(AT_2, standing(*[(0.1, 9.9, 1.0)] * 5)).verdict == "direction only"
+    norms = run_of(0, *(reading(step, norm_ratio=ratio) for step, ratio in ((1, 2.0), (2, 1.0), (3, 2.0))))
+    assert norms.value("norm_step") == 3.0  # 2.0 at step 1 is not below the bound, and reaches it at step 3
+    least = {"is": "within", "value": "sink_1", "cell": "softmax", "at_least": 5.0}
+    massive = cell_of(*(run_of(seed, reading(0, norm_ratio=1.0), reading(norm_ratio=2.0)) for seed in range(5)))
+    claim = {"is": "within", "value": "norm_ratio", "cell": "softmax", "at_least": 1.0}
+    assert judged(claim, results={"softmax": massive}, requires_massive=True)[0].verdict == "reproduced"
+    of_other = [least, {**least, "cell": "other"}]
+    sinks = cells_of("sink_1", {"softmax": [10.0] * 5, "other": [10.0] * 5})
+    assert [one.verdict for one in judged(*of_other, results=sinks, requires_sink=True)] == ["reproduced"] * 2
+
+
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [
@@ -311,10 +352,10 @@ ALL_KINDS: list[Check] = [
     LESS,
     {**GREATER, "by": 10.0},
     {"is": "equal", "value": "sink_1", "cell": "v_biases", "to": "softmax", "margin": 3.0},
-    {"is": "alike", "value": "sink_1", "of": ["v_biases", "softmax", "k_biases"], "margin": 15.0},
+    {"is": "equal", "value": "sink_1", "of": ["v_biases", "softmax", "k_biases"], "margin": 15.0},
     {"is": "rising", "value": "sink_1", "over": ["k_biases", "v_biases", "softmax"]},
     {"is": "within", "value": "sink_1", "cell": "softmax", "at_least": 35.0},
-    {"is": "stands_at", "cell": "softmax", "position": 1},
+    {"is": "peak_at", "cell": "softmax", "position": 1},
     {"is": "appears", "cell": "softmax", "before": 1500},
 ]
 

@@ -145,8 +145,8 @@ def test_a_verdict_that_the_runs_do_not_give_is_found(packed: Path) -> None:
     (packed / "summary.json").write_text(json.dumps(summary))
     write_checksums(packed)
     found = problems(verify_packed(packed))
-    evidence = claim["evidence"]
-    assert f"is contradicted ({evidence}) in summary.json, and {before} ({evidence}) when judged from its runs" in found
+    where = "claims.mine.learns.verdict"
+    assert f'{where} is "contradicted" in summary.json, and "{before}" when computed from its runs' in found
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,7 @@ def test_a_summary_that_is_missing_or_damaged_is_a_problem(packed: Path, text: s
 def test_numbers_of_a_cell_may_differ_by_rounding_and_no_more(packed: Path) -> None:
     summary = json.loads((packed / "summary.json").read_text())
     values = summary["cells"]["softmax"]["values"]["valid_loss"]
-    changed = (
-        "cell softmax: the numbers in summary.json and those computed from its runs differ (values.valid_loss.median"
-    )
+    changed = "cells.softmax.values.valid_loss.median is "
     for factor, expected in ((1 + 1e-13, ""), (1 + 1e-6, changed)):
         values["median"] *= factor
         (packed / "summary.json").write_text(json.dumps(summary))
@@ -182,7 +180,7 @@ def test_metrics_that_were_edited_are_found_and_so_are_the_numbers_made_of_them(
     edit_lines(packed / "mine" / "metrics.jsonl.gz", lambda row: row.update(valid_loss=row["valid_loss"] / 2))
     found = problems(verify_packed(packed))
     assert "metrics.jsonl was changed or removed since the run ended" in found
-    assert "cell softmax: the numbers in summary.json and those computed from its runs differ" in found
+    assert "cells.softmax.valid_loss is" in found
 
 
 def test_a_recipe_that_is_not_that_of_its_hash_is_found(packed: Path) -> None:
@@ -249,8 +247,6 @@ def test_a_dry_run_recognises_packed_runs_before_the_text_is_prepared(
     assert status == 0, err
     assert (ahead["runs"], ahead["missing"]) == (9, 3)
     assert [cell["done"] for cell in ahead["cells"]] == [2, 2, 2]
-    _, out, _ = run(*asked)
-    assert "finished runs are recognised by their recipes, as the text is not prepared here" in " ".join(out.split())
     _, out, _ = run(*asked, "--steps", 2, "--json")
     assert json.loads(out)["missing"] == 9
 
@@ -270,10 +266,13 @@ def test_packed_results_are_continued(packed: Path, run: Run) -> None:
     assert not Path("elsewhere").exists()
 
 
-COMMITTED = sorted(path.parent for path in (Path(__file__).parents[2] / "results").glob("*/checksums.txt"))
+COMMITTED = sorted(path.parent for path in (Path(__file__).parents[2] / "results").rglob("checksums.txt"))
+LARGE = [
+    pytest.param(one, marks=[pytest.mark.slow] * (one.name in ("tiny", "mini", "exploratory"))) for one in COMMITTED
+]
 
 
-@pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", LARGE, ids=[folder.name for folder in COMMITTED])
 def test_committed_results_pass(folder: Path) -> None:
     assert problems([*verify_packed(folder), check_readme(folder)]) == ""
 
@@ -289,11 +288,23 @@ def test_the_power_of_pilots_is_no_part_of_a_verdict(packed: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        (("cells", "softmax", "sink_rate", 0), 99.5, "cell softmax: the numbers in summary.json"),
-        (("cells", "softmax", "valid_loss"), 0.5, "cell softmax: .* (valid_loss is 0.5, and "),
-        (("cells", "softmax", "seeds"), 9, "(seeds is 9, and 2 from its runs)"),
-        (("cells", "softmax", "runs", 0, "values", "sink_1"), 99.5, "(runs[0].values.sink_1 is 99.5, and "),
-        (("cells", "softmax", "change", "optim.lr"), 1.0, "(change.optim.lr is 1.0, and null from its runs)"),
+        (("cells", "softmax", "sink_rate", 0), 99.5, "cells.softmax.sink_rate[0] is 99.5 in summary.json"),
+        (("cells", "softmax", "valid_loss"), 0.5, "cells.softmax.valid_loss is 0.5 in summary.json, and "),
+        (
+            ("cells", "softmax", "seeds"),
+            9,
+            "cells.softmax.seeds is 9 in summary.json, and 2 when computed from its runs",
+        ),
+        (
+            ("cells", "softmax", "runs", 0, "values", "sink_1"),
+            99.5,
+            "cells.softmax.runs[0].values.sink_1 is 99.5 in summary.json, and ",
+        ),
+        (
+            ("cells", "softmax", "change", "optim.lr"),
+            1.0,
+            "cells.softmax.change.optim.lr is 1.0 in summary.json, and null when",
+        ),
         (("counts", "exploratory", "reproduced"), 7, "counts.exploratory.reproduced is 7 in summary.json"),
         (("experiments", "mine", "title"), "Proof", 'experiments.mine.title is "Proof" in summary.json, and '),
         (("experiments", "mine", "published", "softmax"), {"sink_1": 1.0}, "experiments.mine.published.softmax is "),
@@ -312,7 +323,7 @@ def test_every_field_of_the_summary_is_computed_again(
     place[path[-1]] = value
     (packed / "summary.json").write_text(json.dumps(summary))
     write_checksums(packed)
-    assert re.search(re.escape(said).replace(r"\.\*", ".*"), problems(verify_packed(packed)))
+    assert said in problems(verify_packed(packed))
 
 
 def test_a_readme_that_its_summary_does_not_give_is_found(packed: Path, run: Run) -> None:

@@ -25,49 +25,36 @@ def has(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(planning, "total_bytes", lambda device: size)
 
 
+def total(wanted: Recipe, processes: int = 1) -> int:
+    return sum(memory_estimate(wanted, processes).values())
+
+
 @pytest.mark.parametrize(
-    ("changes", "largest", "smaller"),
+    ("changes", "smaller"),
     [
-        (["train.batch_size=256"], "activations", "train.micro_batch or model.context"),
-        (["model.width=1024", "train.batch_size=1", "model.context=64"], "optimizer", "model.width, model.layers"),
+        (["train.batch_size=256"], "train.micro_batch or model.context"),
+        (["model.width=1024", "train.batch_size=1", "model.context=64"], "model.width, model.layers"),
     ],
 )
-def test_a_recipe_beyond_the_memory_is_refused_and_its_largest_part_named(
-    changes: list[str], largest: str, smaller: str, monkeypatch: pytest.MonkeyPatch
+def test_a_recipe_beyond_the_memory_is_refused_with_what_to_decrease(
+    changes: list[str], smaller: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = recipe(*changes)
-    total = memory_estimate(wanted, torch.device("cpu")).total
-    has(monkeypatch, total)
+    has(monkeypatch, total(wanted))
     check_fits(wanted, ALONE)
-    has(monkeypatch, total - 1)
-    with pytest.raises(InputError, match=rf"for {largest}, but has only .* MB \(cpu\): decrease {smaller}.*--anyway"):
+    has(monkeypatch, total(wanted) - 1)
+    with pytest.raises(InputError, match=rf"but has only .* MB \(cpu\): decrease {smaller}.*--anyway"):
         check_fits(wanted, ALONE)
 
 
 def test_processes_on_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, pair = recipe("train.batch_size=64"), World(size=2)
-    has(monkeypatch, 3 * memory_estimate(wanted, torch.device("cpu"), 2).total // 2)
+    has(monkeypatch, 3 * total(wanted, 2) // 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(InputError, match="decrease"):
         check_fits(wanted, pair)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # the other is on another machine
     check_fits(wanted, pair)
-
-
-@pytest.mark.parametrize("sizes", [["model.width=10000000"], ["model.width=4096", "model.layers=10000"]])
-def test_a_model_beyond_the_memory_is_not_built_to_be_estimated(
-    sizes: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    has(monkeypatch, 24 * 2**30)
-    with pytest.raises(InputError, match=r"at least .* MB for weights and gradients, but.*decrease model\.width"):
-        check_fits(recipe(*sizes), ALONE)
-
-
-def test_each_kind_of_layer_of_a_hybrid_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = recipe("model.layers=8", "model.mixer={kind: gated_delta, heads: 16, key_width: 64, value_width: 128}")
-    estimate = memory_estimate(wanted, torch.device("cpu"))
-    has(monkeypatch, estimate.weights + estimate.gradients)
-    with pytest.raises(InputError, match="an estimated"):
-        check_fits(wanted, ALONE)
 
 
 def test_prepared_text_is_planned_with_its_vocabulary_and_not_that_of_an_ignored_tokenizer(tmp_path: Path) -> None:
@@ -78,21 +65,12 @@ def test_prepared_text_is_planned_with_its_vocabulary_and_not_that_of_an_ignored
     assert size == 69
 
 
-def test_recomputation_is_advised_only_if_it_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind, advised in (("none", True), ("blocks", False)):
-        wanted = recipe("model.layers=64", "train.batch_size=512", f"train.recompute={kind}")
-        has(monkeypatch, memory_estimate(wanted, torch.device("cpu")).total - 1)
-        with pytest.raises(InputError, match="for activations") as refused:
-            check_fits(wanted, ALONE)
-        assert ("train.recompute" in str(refused.value)) == advised
-
-
 def test_the_default_recipe_is_refused_before_its_text_is_prepared(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, 24 * 2**30)
     Path("defaults.yaml").write_text("train: {device: cpu}")
     status, _, err = run("train", "defaults.yaml", "--out", "run")
     assert status == 2
-    assert "an estimated 727,526 MB" in err
+    assert "a process needs roughly" in err
     assert [path.name for path in Path().iterdir()] == ["defaults.yaml"]
 
 

@@ -13,6 +13,7 @@ from sinklab.commands.assess import assess
 from sinklab.commands.ending import end
 from sinklab.commands.evaluate import evaluate
 from sinklab.commands.from_model import PanelCommand, PlainGroup, with_options
+from sinklab.commands.lab import lab
 from sinklab.commands.measure import compare, measure, parity
 from sinklab.commands.options import Json, option, print_result
 from sinklab.commands.sft import sft
@@ -63,8 +64,8 @@ def train(
     recipe: Annotated[
         str,
         typer.Argument(
-            help="A recipe file, or one of tiny, mini, laptop, tiny-128, small, 60m, 1b, backcopy, trigger_average, "
-            "continued."
+            help="A recipe file, or one of tiny, mini, laptop, lab, tiny-128, small, 60m, 1b, backcopy, "
+            "trigger_average, continued."
         ),
     ],
     overrides: Annotated[
@@ -226,7 +227,7 @@ def verify(
 ) -> None:
     """Verify packed results: checksums, run hashes, dates of claims, summary and README; optionally retrain some runs.
 
-    Example: sinklab verify results/tiny --retrain 2
+    Example: sinklab verify results/archive/tiny --retrain 2
 
     A retrained run must match bit for bit if it has the recorded processor, device, Python and torch versions, number
     of threads and compilation of the loss. Otherwise, its first validation loss after step 0 and its last must match
@@ -276,7 +277,7 @@ def runs(
 GROUPS = {
     "Measure a model": {"measure": measure, "compare": compare, "parity": parity, "assess": assess, "eval": evaluate},
     "Train models": {
-        "lab": reproduce.lab,
+        "lab": lab,
         "train": train,
         "sft": sft,
         "export": export,

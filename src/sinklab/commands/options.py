@@ -83,8 +83,8 @@ class ReproduceSettings(CommandSettings, frozen=True):
 
     scale: Annotated[str | None, Flag(metavar="NAME")] = Field(
         default=None,
-        description="Models to train: tiny, mini, laptop, small, 60m, 1b, backcopy or trigger_average; default: the "
-        "experiment's only scale, else tiny.",
+        description="Models to train: tiny, mini, laptop, lab, small, 60m, 1b, backcopy or trigger_average; default: "
+        "the experiment's only scale, else tiny.",
     )
     seeds: int | None = Field(
         default=None,
@@ -126,6 +126,11 @@ class ReproduceSettings(CommandSettings, frozen=True):
     engine_options: Annotated[Several[str], Flag(name="--engine-option", metavar="KEY=VALUE", panel=ADVANCED)] = Field(
         default=(), description="Option of slurm or ray, such as partition=gpu; repeatable."
     )
+    shard: Annotated[str | None, Flag(panel=ADVANCED, metavar="I/N")] = Field(
+        default=None,
+        pattern=r"^\d+/[1-9]\d*$",
+        description="Train only the runs whose number modulo N is I (from 0): one of N commands, as of srun.",
+    )
     dry_run: Annotated[bool, Flag(panel=OUTPUT)] = Field(
         default=False, description="Only print the cells, changes and estimated hours, or the planned measurements."
     )
@@ -138,9 +143,26 @@ class ReproduceSettings(CommandSettings, frozen=True):
     )
 
     @property
+    def scale_name(self) -> str:
+        """--scale, or the default."""
+        return self.scale or DEFAULT_SCALE
+
+    @property
     def directory(self) -> Path:
         """Directory of a sweep of trained models: --out, or runs/SCALE."""
-        return self.out or RUNS / (self.scale or DEFAULT_SCALE)
+        return self.out or RUNS / self.scale_name
+
+    @property
+    def shard_of(self) -> tuple[int, int]:
+        """I and N of --shard; 0 and 1 without it.
+
+        Raises:
+            InputError: if I is not smaller than N.
+        """
+        shard, _, count = (self.shard or "0/1").partition("/")
+        if int(shard) >= int(count):
+            raise InputError(f"--shard {self.shard}: the shards of {count} are 0/{count} to {int(count) - 1}/{count}")
+        return int(shard), int(count)
 
     @property
     def overlay(self) -> dict[str, Any]:

@@ -1,55 +1,26 @@
-"""Command line of `sinklab lab`, `experiments` and `reproduce`."""
+"""Command line of `sinklab experiments` and `reproduce`."""
 
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from sinklab.commands.from_model import with_options
-from sinklab.commands.options import DEFAULT_SCALE, MOST_SEEDS, Json, ReproduceSettings, option, print_result
+from sinklab.commands.options import Json, ReproduceSettings, option, print_result
 from sinklab.commands.terminal.progress import JobProgress
 from sinklab.commands.terminal.tables import print_text, stderr
 from sinklab.errors import InputError
-from sinklab.outputs import RUNS
-from sinklab.settings import INPUT, OUTPUT, option_name
+from sinklab.settings import OUTPUT, option_name
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
     from sinklab.experiments.definition import Experiment
 
 ALL = "all"
-ONLY_TRAINING = ("cells", "steps", "jobs", "engine_options", "packed", "scale", "engine")
+ONLY_TRAINING = ("cells", "steps", "jobs", "engine_options", "packed", "scale", "engine", "shard")
 """Settings that are invalid with experiments on existing models."""
-
-
-@with_options
-def lab(
-    out: Annotated[Path, option(OUTPUT, "Directory for the runs, summary.json and report.html.")] = RUNS / "lab",
-    steps: Annotated[int | None, option(INPUT, "Updates per model; default: as in the recipe.", min=1)] = None,
-    text: Annotated[Path | None, option(INPUT, "Train on this text file or folder; default: as in the recipe.")] = None,
-    seeds: Annotated[int, option(INPUT, "Models per cell; a verdict requires five.", min=1, max=MOST_SEEDS)] = 1,
-    as_json: Json = False,
-) -> None:
-    """Train three kinds of tiny models that differ in their sink: softmax, K biases and sigmoid attention.
-
-    Softmax attention develops a sink on the first token. With K biases, the sink moves to the bias. Sigmoid attention
-    without normalisation has almost no sink. A verdict requires five models of each kind. By default, one of each is
-    trained, and the verdicts of shipped results with five are shown for comparison.
-
-    Example: sinklab lab --steps 500 --out runs/short
-
-    The command prints a table and writes report.html. After Ctrl-C, the same command resumes.
-    """
-    from sinklab.commands.reproducing import train_experiments
-    from sinklab.experiments.shipped import load_experiment
-    from sinklab.experiments.sweep.plan import ExperimentRequest
-
-    with keeping_what_is_finished():
-        settings = ReproduceSettings(out=out, steps=steps, text=text)
-        train_experiments([ExperimentRequest(load_experiment("lab"), "tiny", seeds)], settings, as_json)
 
 
 @with_options
@@ -71,7 +42,7 @@ def experiments(
     """
     from sinklab.commands.terminal.plans import print_coverage, print_experiment, print_experiments
     from sinklab.experiments.paper import paper_coverage
-    from sinklab.experiments.shipped import list_experiments
+    from sinklab.experiments.shipped import list_experiments, listing
 
     if coverage:
         if names:
@@ -87,9 +58,9 @@ def experiments(
             print_experiments(found, out)
             return
         for name, one in zip(names, found, strict=True):
-            print_experiment(one, _plan_command(name, one.experiment), out)
+            print_experiment(one, _plan_command(name, one[0]), out)
 
-    print_result(as_json, lambda: [one.document() for one in found], show)
+    print_result(as_json, lambda: [listing(*one) for one in found], show)
 
 
 def _plan_command(name: str, experiment: "Experiment") -> str:
@@ -143,61 +114,52 @@ def reproduce(
         return
     from sinklab.commands.reproducing import check_chats, look_ahead, train_experiments
     from sinklab.commands.terminal.plans import hours_line, print_preview
-    from sinklab.experiments.sweep.plan import ExperimentRequest, scale_of
 
-    if settings.scale is None:
-        only = next(iter(found[0].base)) if len(found[0].base) == 1 else DEFAULT_SCALE
-        settings = settings.model_copy(update={"scale": only})
+    if settings.scale is None and len(found[0].base) == 1:
+        settings = settings.model_copy(update={"scale": next(iter(found[0].base))})
     if settings.data is not None or not settings.dry_run:
         check_chats(found, settings.data)
-    scale = settings.scale or DEFAULT_SCALE
-    requests = [ExperimentRequest(one, scale_of(one, scale), settings.seeds) for one in found]
     if settings.dry_run or ALL in names:
         with JobProgress(stderr(), phase="timing a few updates"):
-            ahead = look_ahead(requests, settings)
+            ahead = look_ahead(found, settings)
         if settings.dry_run:
             print_result(as_json, ahead.document, lambda out: print_preview(ahead, out))
             return
         print_text(hours_line(ahead), stderr())
     with keeping_what_is_finished():
-        train_experiments(requests, settings, as_json)
+        train_experiments(found, settings, as_json)
 
 
 def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "list[Experiment]":
-    """Return the named experiments without duplicates; all must train models, or all must measure existing models.
+    """Return the named experiments without duplicates; InputError if they do not fit each other or the options.
 
     The name `all` selects the shipped experiments that train models at the scale; those that fine-tune their models
     are included only if conversations are passed (--data).
-
-    Raises:
-        InputError: see `load_experiment`; also if `all` selects none, two different experiments have the same id, some
-            train models and some measure existing ones, or an option is invalid for this kind of experiment.
     """
     from sinklab.experiments.definition import SCALES
     from sinklab.experiments.shipped import experiment_ids, load_experiment
 
+    scale = settings.scale_name
     found: dict[str, Experiment] = {}
-    first: dict[bool, str] = {}
     for name in dict.fromkeys(names):
         loaded = [load_experiment(one) for one in (experiment_ids() if name == ALL else [name])]
         if name == ALL:
-            scale = settings.scale or DEFAULT_SCALE
             loaded = [one for one in loaded if scale in one.base and (settings.data or not one.tune)]
-        first.setdefault(name != ALL and bool(loaded[0].requests), name)
         for one in loaded:
             if found.setdefault(one.id, one) != one:
                 raise InputError(f"two different experiments have the id {one.id}: run them in separate commands")
-    if len(first) == 2:
-        raise InputError(
-            f"{first[True]} measures existing models, and {first[False]} trains its own: run them in separate commands"
-        )
-    if False in first and settings.models:
-        raise InputError(f"--model {settings.models[0]}: {first[False]} trains its own models; remove --model")
     if not found:
-        raise InputError(f"no experiment has scale {settings.scale!r}; choose from: {', '.join(SCALES)}")
-    if True in first:
-        for name in ONLY_TRAINING:
-            if (value := getattr(settings, name)) != ReproduceSettings.model_fields[name].default:
-                option = f"{option_name(ReproduceSettings, name)}{f' {value}' if isinstance(value, str) else ''}"
-                raise InputError(f"{option} applies to training, and {next(iter(found))} trains no model: remove it")
+        raise InputError(f"no experiment has scale {scale!r}; choose from: {', '.join(SCALES)}")
+    measures = {bool(one.requests): one.id for one in reversed(found.values())}
+    if len(measures) == 2:
+        raise InputError(
+            f"{measures[True]} measures existing models, and {measures[False]} trains its own: run them in separate "
+            "commands"
+        )
+    if False in measures and settings.models:
+        raise InputError(f"--model {settings.models[0]}: {measures[False]} trains its own models; remove --model")
+    for name in ONLY_TRAINING if True in measures else ():
+        if (value := getattr(settings, name)) != ReproduceSettings.model_fields[name].default:
+            option = f"{option_name(ReproduceSettings, name)}{f' {value}' if isinstance(value, str) else ''}"
+            raise InputError(f"{option} applies to training, and {measures[True]} trains no model: remove it")
     return list(found.values())

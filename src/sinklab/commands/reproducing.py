@@ -4,7 +4,8 @@ A sweep prepares its data once, shares its runs with other processes, and writes
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,24 +32,15 @@ from sinklab.experiments.passes import Pass, passes_of, subjects_of, with_models
 from sinklab.experiments.sweep import store
 from sinklab.experiments.sweep.engine import Event, train_all
 from sinklab.experiments.sweep.engines import EngineName, open_engine
-from sinklab.experiments.sweep.engines.local import cards_here, cores_here, jobs_for, shares
+from sinklab.experiments.sweep.engines.local import default_jobs, shares
 from sinklab.experiments.sweep.packed import import_packed, unpack
-from sinklab.experiments.sweep.plan import (
-    ExperimentRequest,
-    PlannedSweep,
-    SweepPlan,
-    cells_of,
-    data_key,
-    place_sweep,
-    plan_sweep,
-)
-from sinklab.experiments.sweep.preview import Preview, pace_here, pace_of_runs, preview
-from sinklab.jobs import Observer
+from sinklab.experiments.sweep.plan import SweepPlan, data_key, plan_sweep
+from sinklab.experiments.sweep.preview import Preview, pace_here, pace_of_runs, preview, read_finished
 from sinklab.models.huggingface.loading import Loading
 from sinklab.outputs import REPORT, RUNS, check_results
 from sinklab.signals import INTERRUPTED, PreemptedError
 from sinklab.survey.compare import labels
-from sinklab.train.directory.lock import HeldError, is_written
+from sinklab.train.directory.lock import HeldError
 from sinklab.train.directory.run import emulation_warning
 from sinklab.tuning.sft_dataset import TuneSources
 from sinklab.tuning.tune import check_extra, check_tuned, tune
@@ -61,35 +53,33 @@ SUMMARISED_EVERY_S = 60.0
 """Minimum interval in seconds between writes of summary.json during the sweep, which limit the loss at a power cut."""
 
 LOOKS_EVERY_S = 2.0
-"""Interval in seconds between checks of runs that other processes assess or fine-tune."""
+"""Seconds between checks of runs that other processes assess or fine-tune."""
 
 
-def look_ahead(requests: Sequence[ExperimentRequest], settings: ReproduceSettings) -> Preview:
+def look_ahead(experiments: Sequence[Experiment], settings: ReproduceSettings) -> Preview:
     """Find the finished runs of a sweep and estimate its duration without training its runs.
 
     On slurm or ray, only the duration of each run is estimated, and only if there are finished runs in the directory.
 
     Raises:
-        InputError: see `check_results`, `plan_sweep`, `SweepPlan.only`, `unpack`, `preview`, `pace_here` and
-            `ReproduceSettings.overlay`.
+        InputError: if the directory, an option, the packed sweep or a recipe cannot be used.
         SinklabError: if an env.json cannot be read or is damaged.
     """
-    out, overlay = settings.directory, settings.overlay
+    out = settings.directory
     check_results(out, (SUMMARY, REPORT))
-    plan = plan_sweep(requests, overlay).only(settings.cells)
+    plan = plan_sweep(experiments, settings.scale_name, settings.seeds, settings.overlay).only(settings.cells)
     if settings.dry_run:  # `train_experiments` warns as well
         _warn_of_emulation(plan, settings)
     with TemporaryDirectory() as folder:
         if settings.packed is not None:
             unpack(settings.packed, Path(folder))
-        own = store.found_runs(out)
-        found = store.found_runs(Path(folder)) | own
-        if settings.engine != EngineName.local:
-            return preview(plan, out, found, settings.engine, pace_of_runs(own.values()), None)
-        jobs = _jobs(settings, len(plan.order))
-        base = next(iter(cells_of(requests[0], overlay).values())).recipe
-        pace = pace_here(base, shares(jobs)[0].threads, own.values())
-        return preview(plan, out, found, settings.engine, pace, jobs)
+        own = read_finished(store.found_runs(out))
+        finished = [*own, *read_finished(store.found_runs(Path(folder)))]
+    pace, jobs = pace_of_runs(own), None
+    if settings.engine == EngineName.local:
+        jobs = settings.jobs or default_jobs(len(plan.order))
+        pace = pace or pace_here(next(iter(plan.cells.values())).recipe, shares(jobs)[0].threads)
+    return preview(plan, finished, settings.engine, pace, jobs, settings.shard_of)
 
 
 def check_chats(experiments: Sequence[Experiment], chats: Path | None) -> None:
@@ -97,35 +87,39 @@ def check_chats(experiments: Sequence[Experiment], chats: Path | None) -> None:
 
     Raises:
         InputError: if the file is missing, malformed, without conversations or not used by any experiment, two
-            experiments have different tuning settings, or see `check_extra`.
+            experiments have different tuning settings, or a package is missing.
     """
     tuned = [one for one in experiments if one.tune is not None]
+    if not tuned and chats is not None:
+        raise InputError(
+            f"--data {chats} applies to experiments with a downstream task or with `tune`, and "
+            f"{experiments[0].id} has neither: remove it"
+        )
     if not tuned:
-        if chats is not None:
-            raise InputError(
-                f"--data {chats} applies to experiments with a downstream task or with `tune`, and "
-                f"{experiments[0].id} has neither: remove it"
-            )
         return
-    first, *others = tuned
     if chats is None:
         raise InputError(
-            f"{first.id} fine-tunes its models on conversations: pass them with --data, as a .jsonl file with one "
+            f"{tuned[0].id} fine-tunes its models on conversations: pass them with --data, as a .jsonl file with one "
             'conversation per line, {"messages": [{"role": .., "content": ..}, ..]}, or as .json or .parquet'
         )
-    if different := [one.id for one in others if one.tune != first.tune]:
+    if different := [one.id for one in tuned if one.tune != tuned[0].tune]:
         raise InputError(
-            f"{first.id} and {different[0]} differ in `tune`: run them in separate commands, each with its own --out"
+            f"{tuned[0].id} and {different[0]} differ in `tune`: run them in separate commands, each with its own --out"
         )
     check_extra()
     if next(read_conversations(chats), None) is None:
         raise InputError(f"{chats} contains no conversation: pass a file whose rows have `messages`")
 
 
-def train_experiments(requests: Sequence[ExperimentRequest], settings: ReproduceSettings, as_json: bool) -> None:
+def train_experiments(
+    experiments: Sequence[Experiment],
+    settings: ReproduceSettings,
+    as_json: bool,
+    show: Callable[[Summary, Console], None] | None = None,
+) -> None:
     """Train the missing runs of the experiments, assess and fine-tune them if requested, and summarise all runs.
 
-    Progress, warnings and failures are printed to stderr, the summary to standard output.
+    Progress, warnings and failures are printed to stderr, the summary to standard output, with `show` if it is given.
 
     Raises:
         InputError: if a text or directory is unusable, a chosen cell does not exist, an overlay yields an invalid
@@ -135,40 +129,42 @@ def train_experiments(requests: Sequence[ExperimentRequest], settings: Reproduce
         KeyboardInterrupt, PreemptedError: on a signal; progress is saved, and the same command resumes.
         Exit: with status 1 if a run failed; divergence of a run whose cell may diverge is not a failure.
     """
-    console, out, overlay = stderr(), settings.directory, settings.overlay
+    console, out = stderr(), settings.directory
+    wanted = settings.scale_name, settings.seeds, settings.overlay
     check_results(out, (SUMMARY, REPORT))
-    plan = plan_sweep(requests, overlay)
+    plan = plan_sweep(experiments, *wanted)
     chosen = plan.only(settings.cells)
     if settings.packed is not None:
         import_packed(settings.packed, out)
     store.read_manifests(out)  # damaged ones are refused before the data is prepared
-    engine = open_engine(settings.engine, _jobs(settings, len(chosen.order)), out, settings.engine_options)
+    jobs = settings.jobs or default_jobs(len(chosen.order))
+    engine = open_engine(settings.engine, jobs, out, settings.engine_options)
     _warn_of_emulation(chosen, settings)
     recipes = {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}
     with DataDisplay(console) as progress:
         data = {key: prepared(recipe.data, progress=progress) for key, recipe in recipes.items()}
     with JobProgress(console, phase=f"searching for runs in {out}"):
         found = store.found_runs(out)
-        whole = place_sweep(plan, data, out, found)
-        planned = whole if chosen is plan else place_sweep(chosen, data, out, found)
-    now = {one.experiment.id: store.manifest_of(one, whole, overlay) for one in requests}
+        plan, chosen = plan.placed(data, out, found), chosen.placed(data, out, found)
+    now = {one.id: store.manifest_of(one, *wanted, plan) for one in experiments}
     before = store.read_manifests(out)  # read late: other commands may add experiments and seeds meanwhile
     manifests = store.merged_manifests(before, now)
     if left_out := [name for name in before if name not in manifests]:
         print_text(f"not in this summary, because scale, steps or text differ: {', '.join(left_out)}", console)
-    asked = [manifests[name] for name in now]
-    for tuning in store.tuning_requests(asked, out):
-        if tuning.document.is_file() and settings.data is not None:
-            check_tuned(tuning.document, tuning.options, settings.data)
-    for manifest in asked:
+    requested = [manifests[name] for name in now]
+    for one in store.follow_ups(requested, out):
+        if one.tune is not None and one.document.is_file() and settings.data is not None:
+            check_tuned(one.document, one.tune, settings.data)
+    for manifest in requested:
         manifest.save(out)
 
     def summarised() -> Summary:
         return store.summary_of(store.merged_manifests(store.read_manifests(out), now), out)
 
-    written = time.monotonic()
+    shard, shards = settings.shard_of
+    runs, written = chosen.runs[shard::shards], time.monotonic()
     try:
-        with RunDisplay(console, {run.name: run.read_recipe().train.steps for run in planned.runs}) as display:
+        with RunDisplay(console, {run.name: run.read_recipe().train.steps for run in runs}) as display:
 
             def watch(event: Event) -> None:
                 nonlocal written
@@ -177,24 +173,22 @@ def train_experiments(requests: Sequence[ExperimentRequest], settings: Reproduce
                     summarised().save(out)
                     written = time.monotonic()
 
-            ended = train_all(planned.runs, engine, watch)
-        undone = _assess_and_tune(asked, out, settings.data, console)
+            ended = train_all(runs, engine, watch)
+        warnings = _follow_up(store.follow_ups(requested, out), settings.data, console)
     finally:
         summary = summarised()
         summary.save(out)
-    print_result(as_json, lambda: summary.model_dump(by_alias=True), lambda out: print_summary(summary, now, out))
-    failed = _failures(planned, ended)
-    edited = {
-        f"{out / run.directory} was modified after the run ended": run.edited for run in summary.runs if run.edited
-    }
-    for what, files in edited.items():
-        print_text(f"warning: {what} ({', '.join(files)})", console)
-    for what, why in undone.items():
-        print_text(f"warning: {what}: {why}", console)
+    shown = show or (lambda summary, out: print_summary(summary, now, out))
+    print_result(as_json, lambda: summary.model_dump(by_alias=True), lambda out: shown(summary, out))
+    for run in summary.runs:
+        if run.edited:
+            warnings.insert(0, f"{out / run.directory} was modified after the run ended ({', '.join(run.edited)})")
+    for warning in warnings:
+        print_text(f"warning: {warning}", console)
     save_report(out)
-    for run, message in failed.items():
-        print_text(f"failed: {run}: {message}", console)
-    if failed:
+    if failed := _failures(chosen, ended):
+        for name, message in failed.items():
+            print_text(f"failed: {name}: {message}", console)
         raise typer.Exit(1)
 
 
@@ -205,71 +199,48 @@ def _warn_of_emulation(plan: SweepPlan, settings: ReproduceSettings) -> None:
         print_text(warning, stderr())
 
 
-def _jobs(settings: ReproduceSettings, runs: int) -> int:
-    """Return the number of concurrent runs: --jobs; else the number of GPUs; without a GPU, see `jobs_for`."""
-    return settings.jobs or cards_here() or jobs_for(runs, cores_here())
+def _follow_up(runs: Sequence[store.FollowUp], chats: Path | None, console: Console) -> list[str]:
+    """Make the missing assessments and fine-tunings, one after the other; return a warning for each that failed.
 
-
-def _assess_and_tune(
-    manifests: Sequence[store.SweepManifest], out: Path, chats: Path | None, console: Console
-) -> dict[str, str]:
-    """Run the missing assessments (`assess`) and fine-tunings (`sft`) that the experiments request.
-
-    Returns:
-        Error messages, by a phrase such as "softmax seed 0 was not tuned".
+    Those that another process makes are tried again until they are there.
     """
-    left: dict[str, str] = {}
-    done = set[str]()
+    waiting, warnings = deque(one for one in runs if not one.is_finished), list[str]()
+    count = len(waiting)
     with JobProgress(console) as progress:
-        while True:
-            tunings = (run for run in store.tuning_requests(manifests, out) if not run.is_finished)
-            assessments = store.assessment_requests(manifests, out)
-            missing = {f"{run.name} was not {run.done}": run for run in (*assessments, *tunings)}
-            runs = {undone: run for undone, run in missing.items() if undone not in done | left.keys()}
-            if not runs:
-                return left
-            free = {undone: run for undone, run in runs.items() if not is_written(run.document)}
-            if not free:  # all are assessed or tuned by other processes
+        while waiting:
+            run = waiting.popleft()
+            if run.is_finished:
+                continue
+            doing, done = ("tuning", "tuned") if run.tune else ("assessing", "assessed")
+            progress.say(f"{doing} {run.name}, {count - len(waiting)} of {count}")
+            try:
+                if run.tune is None:
+                    if run.document.is_file() and not load_assessment(run.document).on_held_out:
+                        raise InputError(
+                            f"{run.document} was computed on a text other than the run's validation text and is not "
+                            "overwritten: move it elsewhere and run the same command again to assess the run"
+                        )
+                    options = AssessOptions(parts=run.parts)
+                    assess(str(run.directory), None, options, out=run.directory, where_possible=True, observe=progress)
+                else:
+                    assert chats is not None  # checked by check_chats
+                    sources, folder = TuneSources(chats), run.document.parent
+                    ended = tune(str(run.directory), sources, run.tune, folder, observe=progress)
+                    if ended.exit_status:
+                        raise KeyboardInterrupt if ended.exit_status == INTERRUPTED else PreemptedError
+            except HeldError:
+                waiting.append(run)
                 progress.begin("waiting for other processes that assess or tune the runs")
                 time.sleep(LOOKS_EVERY_S)
-            for number, (undone, run) in enumerate(free.items(), 1):
-                progress.say(f"{run.doing} {run.name}, {number} of {len(free)}")
-                try:
-                    if isinstance(run, store.AssessmentRequest):
-                        _assess_run(run, progress)
-                    else:
-                        assert chats is not None  # checked by check_chats
-                        folder, sources = run.document.parent, TuneSources(chats)
-                        ended = tune(str(run.directory), sources, run.options, folder, observe=progress)
-                        if ended.exit_status:
-                            raise KeyboardInterrupt if ended.exit_status == INTERRUPTED else PreemptedError
-                    done.add(undone)
-                except HeldError:
-                    pass
-                except SinklabError as error:
-                    left[undone] = str(error)
+            except SinklabError as error:
+                warnings.append(f"{run.name} was not {done}: {error}")
+    return warnings
 
 
-def _assess_run(run: store.AssessmentRequest, observe: Observer) -> None:
-    """Assess the model of a run on the run's validation text; parts that do not apply to the model are skipped."""
-    if run.document.is_file() and not load_assessment(run.document).on_held_out:
-        raise InputError(
-            f"{run.document} was computed on a text other than the run's validation text and is not overwritten: move "
-            "it elsewhere and run the same command again to assess the run"
-        )
-    options = AssessOptions(parts=tuple(run.parts))
-    assess(str(run.directory), None, options, out=run.directory, where_possible=True, observe=observe)
-
-
-def _failures(planned: PlannedSweep, ended: Mapping[str, Event]) -> dict[str, str]:
+def _failures(plan: SweepPlan, ended: Mapping[str, Event]) -> dict[str, str]:
     """Return the reason for failure by run name; divergence of a run whose cell may diverge is not a failure."""
-    expected = {
-        planned.hashes[name, seed]
-        for name, cell in planned.plan.cells.items()
-        for seed in cell.seeds
-        if cell.may_diverge and (name, seed) in planned.hashes
-    }
-    failed = {run: ended[run.name] for run in planned.runs if ended[run.name].kind == "failed"}
+    expected = {run_hash for (name, _), run_hash in plan.hashes.items() if plan.cells[name].may_diverge}
+    failed = {run: ended[run.name] for run in plan.runs if run.name in ended and ended[run.name].kind == "failed"}
     return {
         run.name: event.message
         for run, event in failed.items()

@@ -20,7 +20,7 @@ from sinklab.outputs import check_writable
 from sinklab.signals import stop_on_signals
 from sinklab.train.directory.run import Run, emulation_warning, existing_run, open_run
 from sinklab.train.loop import RunOutcome, Trainer
-from sinklab.train.planning import TrainingPlan, check_fits, memory_line, plan_of, sized
+from sinklab.train.planning import TrainingPlan, check_fits, plan_of, sized
 from sinklab.train.recipe import Recipe, load_recipe
 from sinklab.train.replay import Replay, replay
 from sinklab.train.start import with_checkpoint_values
@@ -89,7 +89,6 @@ def _trained(
     name, steps = run.recipe.name, run.recipe.train.steps
     longer = "" if run.shorter is None else f", which continues the run of {run.shorter} steps"
     print_text(f"run {run.hash} in {run.directory}{longer}", console)
-    print_text(memory_line(run.recipe, world.device(run.recipe.train.device), world.size), console)
     for note in filter(None, (emulation_warning(run.recipe), *(run.dataset.manifest.notes or ()))):
         print_text(note, console)
     active: list[Tracker] = []

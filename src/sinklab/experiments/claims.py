@@ -10,37 +10,55 @@ claims:
     same_as: table_6.sigmoid_has_none
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from sinklab.experiments.documents import Analysis
 from sinklab.experiments.quantities import QuantityName, quantity
 from sinklab.schema import Part
 from sinklab.survey.open_models import families
 
-Scale = Literal["tiny", "mini", "laptop", "small", "60m", "1b", "backcopy", "trigger_average"]
+Scale = Literal["tiny", "mini", "laptop", "lab", "small", "60m", "1b", "backcopy", "trigger_average"]
+
+EARLIER_KEYS = {"asks_massive": "requires_massive", "asks_sink": "requires_sink"}
+EARLIER_KINDS = {"stands_at": "peak_at", "alike": "equal"}
+"""Keys of claims and experiments, and kinds of checks, in manifests of earlier versions."""
+
+
+def renamed(values: Any) -> Any:
+    """Return a mapping with the present names of `EARLIER_KEYS` and `EARLIER_KINDS`; other values unchanged."""
+    if not isinstance(values, Mapping):
+        return values
+    found = {EARLIER_KEYS.get(key, key): value for key, value in values.items()}
+    return {**found, "is": EARLIER_KINDS.get(found["is"], found["is"])} if "is" in found else found
 
 
 class _Check(Part):
     @property
     def cells(self) -> tuple[str, ...]:
         """Names of the cells that the check uses."""
+        named = (getattr(self, key, None) for key in ("cell", "than", "to"))
+        return (*filter(None, named), *getattr(self, "over", ()))
+
+    @property
+    def quantities(self) -> tuple[str, ...]:
+        """Names of the check's quantities, the main quantity first; empty for `diverges` and `trains`."""
         match self:
+            case QuantityClaim():
+                return (self.value,)
+            case PeakAt():
+                return (f"sink_{self.position}",)
+            case Appears():
+                return ("sink_1",)
+            case Precedes():
+                return (self.then, self.first)
             case All():
-                return tuple(dict.fromkeys(cell for check in self.of for cell in check.cells))
-            case Alike():
-                return self.of
-            case Monotone():
-                return self.over
-            case Differs():
-                return (self.cell, self.than)
-            case Equal():
-                return (self.cell, self.to)
-            case _:
-                return (self.cell,) if isinstance(self, _OneCell) else ()
+                return tuple(dict.fromkeys(name for check in self.of for name in check.quantities))
+        return ()
 
 
 class QuantityClaim(_Check):
@@ -67,20 +85,17 @@ class _Bounds(QuantityClaim):
         return self
 
 
-class _OneCell(_Check):
-    cell: str
-
-
 def _require_rate(name: str) -> str:
     if not quantity(name).is_sink_rate:
         raise ValueError(f"absent requires a sink rate in percent, such as sink_1, but value is {name}")
     return name
 
 
-class Within(_OneCell, _Bounds):
+class Within(_Bounds):
     """At every seed of a cell, the quantity is at least `at_least` and at most `at_most`; either may be left out."""
 
     kind: Literal["within"] = Field(default="within", alias="is")
+    cell: str
 
     @model_validator(mode="after")
     def _has_a_bound(self) -> Self:
@@ -89,10 +104,11 @@ class Within(_OneCell, _Bounds):
         return self
 
 
-class SinkAbsent(_OneCell, QuantityClaim):
+class SinkAbsent(QuantityClaim):
     """A cell has no sink: at every seed, the sink rate `value` is below 1 % at each of the last three evaluations."""
 
     kind: Literal["absent"] = Field(default="absent", alias="is")
+    cell: str
     value: Annotated[QuantityName, AfterValidator(_require_rate)] = "sink_1"
 
 
@@ -128,20 +144,30 @@ class Differs(_Bounds):
 
 
 class Equal(QuantityClaim):
-    """At every seed, the quantity differs between two cells by at most `margin`, in the quantity's unit."""
+    """At every seed, the quantity differs between two cells, or between a first and all others, by at most `margin`.
+
+    Attributes:
+        cell, to: the two cells.
+        over: the first cell and the others, in place of `cell` and `to`.
+        margin: in the quantity's unit.
+    """
 
     kind: Literal["equal"] = Field(default="equal", alias="is")
-    cell: str
-    to: str
+    cell: str | None = None
+    to: str | None = None
+    over: tuple[str, ...] = Field(default=(), alias="of")
     margin: float = Field(gt=0)
 
+    @model_validator(mode="after")
+    def _has_two_cells(self) -> Self:
+        if bool(self.cell and self.to) == (len(self.over) > 1) or bool(self.cell) != bool(self.to):
+            raise ValueError("set cell and to, or two cells or more in of")
+        return self
 
-class Alike(QuantityClaim):
-    """At every seed, the quantity differs between the first cell of `of` and each other cell by at most `margin`."""
-
-    kind: Literal["alike"] = Field(default="alike", alias="is")
-    of: tuple[str, ...] = Field(min_length=2)
-    margin: float = Field(gt=0)
+    @property
+    def reference(self) -> str:
+        """The cell from which the differences are counted."""
+        return self.to or self.over[0]
 
 
 class Monotone(QuantityClaim):
@@ -155,70 +181,61 @@ class Monotone(QuantityClaim):
     over: tuple[str, ...] = Field(min_length=3)
 
 
-class HighestAt(_OneCell):
+class PeakAt(_Check):
     """At every seed of a cell, `position` (1-based) has the highest sink rate, which is at least `at_least` percent.
 
     The rate is compared with those of the other positions among 1 .. T / 2 (`highest_rate`); a tie opposes the claim.
     If only the second condition fails, the verdict is "direction only".
     """
 
-    kind: Literal["stands_at"] = Field(default="stands_at", alias="is")
+    kind: Literal["peak_at"] = Field(default="peak_at", alias="is")
+    cell: str
     position: int = Field(ge=1)
     at_least: float = Field(default=1.0, gt=0, lt=100)
 
 
-class Appears(_OneCell):
+class Appears(_Check):
     """At every seed, Sink_1 of a cell is at least `rate` percent at the last evaluation up to step `before`.
 
     If `after` is set, Sink_1 must also be below `rate` at the last evaluation up to step `after`.
     """
 
     kind: Literal["appears"] = Field(default="appears", alias="is")
+    cell: str
     rate: float = Field(default=10.0, gt=0, lt=100)
     after: int | None = Field(default=None, ge=0)
     before: int = Field(ge=1)
 
 
-class Precedes(_OneCell):
+class Precedes(_Check):
     """At every seed of a cell, the quantity `first` is smaller than `then`, such as `norm_step` < `emergence_step`."""
 
     kind: Literal["precedes"] = Field(default="precedes", alias="is")
+    cell: str
     first: QuantityName
     then: QuantityName
 
 
-class Diverges(_OneCell):
+class Diverges(_Check):
     """Training of a cell diverges (loss, gradient or weights not finite) at every seed, or at none (trains)."""
 
     kind: Literal["diverges", "trains"] = Field(alias="is")
+    cell: str
 
 
-_Single = Within | SinkAbsent | Differs | Equal | Alike | Monotone | HighestAt | Appears | Precedes | Diverges
-SingleCheck = Annotated[_Single, Field(discriminator="kind")]
+SingleCheck = Within | SinkAbsent | Differs | Equal | Monotone | PeakAt | Appears | Precedes | Diverges
 
 
 class All(_Check):
     """Conjunction of checks: reproduced if all checks are reproduced, contradicted if any is (`judging.ORDER`)."""
 
     kind: Literal["all"] = Field(default="all", alias="is")
-    of: tuple[SingleCheck, ...] = Field(min_length=2)
+    of: tuple[Annotated[SingleCheck, Field(discriminator="kind"), BeforeValidator(renamed)], ...] = Field(min_length=2)
 
-
-class _OverSubjects(_OneCell, QuantityClaim):
-    """Base class of checks of one cell across the domains of --text or the models of --model."""
-
-    @model_validator(mode="after")
-    def _without_step(self) -> Self:
-        if self.at_step is not None:
-            raise ValueError("at_step is a step of training, and existing models are not trained: leave it out")
-        return self
-
-
-class AlikeOverDomains(_OverSubjects):
-    """At every draw, a quantity differs by at most `margin` between the first text domain and each other domain."""
-
-    kind: Literal["alike_over_domains"] = Field(default="alike_over_domains", alias="is")
-    margin: float = Field(gt=0)
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Names of the cells of all checks."""
+        return tuple(dict.fromkeys(cell for check in self.of for cell in check.cells))
 
 
 def _on_the_list(name: str) -> str:
@@ -230,69 +247,52 @@ def _on_the_list(name: str) -> str:
 FamilyName = Annotated[str, AfterValidator(_on_the_list)]
 
 
-class _OverSizes(_OverSubjects):
-    """Base class of checks that compare a quantity across the model sizes of each family.
+class OverSubjects(QuantityClaim):
+    """A check of one cell across the domains of --text, or across the models of --model of each family.
+
+    alike_over_domains: at every draw, the quantity differs by at most `margin` between the first domain and each other.
+    alike_over_sizes: the same between a family's smallest model and each other model of the family.
+    grows_with_size: the quantity increases with model size within each family, by the rule of `Monotone` (rising).
 
     Attributes:
         families: model families of the paper's list (`survey/open_models.py`) to check; default: all.
         but: model families to exclude.
     """
 
+    kind: Literal["alike_over_domains", "alike_over_sizes", "grows_with_size"] = Field(alias="is")
+    cell: str
+    margin: float | None = Field(default=None, gt=0)
     families: tuple[FamilyName, ...] = ()
     but: tuple[FamilyName, ...] = ()
 
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> Self:
+        if self.at_step is not None:
+            raise ValueError("at_step is a step of training, and existing models are not trained: leave it out")
+        if (self.margin is None) != (self.kind == "grows_with_size"):
+            raise ValueError(f"{self.kind} {'needs a' if self.margin is None else 'has no'} margin")
+        if self.kind == "alike_over_domains" and (self.families or self.but):
+            raise ValueError("families and but apply to comparisons of model sizes: leave them out")
+        return self
 
-class GrowsWithSize(_OverSizes):
-    """The quantity of a cell increases with model size within each family, by the rule of `Monotone` (rising)."""
+    @property
+    def subjects(self) -> Literal["domain", "model"]:
+        """What the check compares."""
+        return "domain" if self.kind == "alike_over_domains" else "model"
 
-    kind: Literal["grows_with_size"] = Field(default="grows_with_size", alias="is")
-
-
-class AlikeOverSizes(_OverSizes):
-    """At every draw, a quantity differs by at most `margin` between a family's smallest model and each other model."""
-
-    kind: Literal["alike_over_sizes"] = Field(default="alike_over_sizes", alias="is")
-    margin: float = Field(gt=0)
-
-
-OverSubjects = AlikeOverDomains | GrowsWithSize | AlikeOverSizes
-"""Checks of one cell across domains or models; `over` converts them to checks of several cells."""
-
-
-def over(check: OverSubjects, cells: tuple[str, ...]) -> Alike | Monotone:
-    """Convert a check across domains or models to a check of the cells that have their results.
-
-    Args:
-        cells: names of the cells (DOMAIN/CELL or MODEL/CELL), one per domain or model; models by increasing size.
-    """
-    if isinstance(check, GrowsWithSize):
-        return Monotone.model_validate({"is": "rising", "over": cells, "value": check.value})
-    return Alike(of=cells, value=check.value, margin=check.margin)
+    def across(self, cells: tuple[str, ...]) -> Equal | Monotone:
+        """Return the check of the cells that have the results of the domains or models; models by increasing size."""
+        if self.margin is None:
+            return Monotone.model_validate({"is": "rising", "over": cells, "value": self.value})
+        return Equal.model_validate({"is": "equal", "of": cells, "value": self.value, "margin": self.margin})
 
 
-Check = Annotated[_Single | All | OverSubjects, Field(discriminator="kind")]
+Check = Annotated[SingleCheck | All | OverSubjects, Field(discriminator="kind"), BeforeValidator(renamed)]
 
 
-def parts_of(check: Check) -> tuple[Check, ...]:
+def parts_of(check: Check) -> tuple[SingleCheck | OverSubjects, ...]:
     """Return the checks combined by an `all` check; for any other check, a tuple of the check itself."""
     return check.of if isinstance(check, All) else (check,)
-
-
-def quantities_of(check: Check) -> tuple[str, ...]:
-    """Return the names of a check's quantities, the main quantity first; empty for `diverges` and `trains`."""
-    match check:
-        case All():
-            return tuple(dict.fromkeys(name for part in check.of for name in quantities_of(part)))
-        case HighestAt():
-            return (f"sink_{check.position}",)
-        case Appears():
-            return ("sink_1",)
-        case Precedes():
-            return (check.then, check.first)
-        case Diverges():
-            return ()
-        case _:
-            return (check.value,)
 
 
 class Claim(Part):
@@ -305,10 +305,10 @@ class Claim(Part):
         same_as: another claim, as EXPERIMENT.CLAIM, whose check is used (`load_experiment` copies the check). A claim
             with `same_as` is not counted in the numbers of verdicts.
         scales: scales at which the claim is made; default: all scales of the experiment.
-        asks_massive: True or the name of a cell: judge the claim only if training at least doubles the norm ratio of
-            the baseline or of this cell. False: always judge it. Default: the experiment's setting if the check uses
+        requires_massive: True or the name of a cell: judge the claim only if training at least doubles the norm ratio
+            of the baseline or of this cell. False: always judge it. Default: the experiment's setting if the check uses
             a quantity in `quantities.NORMS`, else False.
-        asks_sink: the same for a Sink_1 of at least 10 % of the baseline or of this cell. Default: the experiment's
+        requires_sink: the same for a Sink_1 of at least 10 % of the baseline or of this cell. Default: the experiment's
             setting if the check uses a quantity of sinks, else False.
         positions: judge the claim only for models that add positional embeddings to the token embeddings ("added"), or
             only for models that do not ("other").
@@ -325,14 +325,16 @@ class Claim(Part):
     check: Check | None = None
     same_as: str | None = Field(default=None, pattern=r"^[\w.-]+\.\w+$")
     scales: tuple[Scale, ...] | None = None
-    asks_massive: bool | str | None = None
-    asks_sink: bool | str | None = None
+    requires_massive: bool | str | None = None
+    requires_sink: bool | str | None = None
     positions: Literal["added", "other"] | None = None
     proposition: int | None = Field(default=None, ge=1, le=4)
     evidence: Analysis | None = None
     stated: date | None = None
     changed: str | None = Field(default=None, pattern=r"^\d{4}-\d\d-\d\d: .+")
     why: str | None = None
+
+    _names = model_validator(mode="before")(renamed)
 
     @model_validator(mode="after")
     def _has_a_comparison(self) -> Self:

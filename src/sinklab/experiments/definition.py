@@ -52,15 +52,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from sinklab.assessing.parts import PartName
-from sinklab.experiments.claims import (
-    AlikeOverDomains,
-    AlikeOverSizes,
-    Claim,
-    GrowsWithSize,
-    Scale,
-    Within,
-    quantities_of,
-)
+from sinklab.experiments.claims import Claim, OverSubjects, Scale, Within, renamed
 from sinklab.experiments.documents import GRID, Analysis, ReplicateKind
 from sinklab.experiments.paper import Published
 from sinklab.experiments.quantities import NORMS, QuantityName, quantity
@@ -91,6 +83,7 @@ SCALE_NOTES: Mapping[Scale, str] = {
     "of 0.1. It corresponds to the paper's row with a fixed first token (74 %).",
     "laptop": "Scale laptop has 0.3 M parameters, 12 M training tokens, BOS in front of every text, the paper's weight "
     "decay of 0.1 and PyTorch's initialisation. It corresponds to the paper's row with a fixed first token (74 %).",
+    "lab": "Scale lab has the model of scale laptop and fewer steps; three of its models learn a synthetic task.",
     "small": "Scale small has the paper's 60M model with contexts of 256 tokens and a smaller batch.",
     "backcopy": "A synthetic task with one layer and one head (2410.13835); Sink_1 is the share of sequences.",
     "trigger_average": "A synthetic task with one layer and one head (2603.11487); Sink_1 is the share of sequences.",
@@ -98,8 +91,8 @@ SCALE_NOTES: Mapping[Scale, str] = {
 """Differences between a shipped recipe and the paper's model; the first entry of `ExperimentSummary.adapted`."""
 
 ONLY_TRAINED = {
-    "base", "baseline", "changes", "adapted", "assess", "tune", "first_seed", "seeds_at", "asks_massive", "asks_sink",
-    "same_as", "scales",
+    "base", "baseline", "changes", "adapted", "assess", "tune", "first_seed", "seeds_at", "requires_massive",
+    "requires_sink", "same_as", "scales",
 }  # fmt: skip
 """Fields of experiments and claims that apply only to trained cells."""
 
@@ -107,18 +100,18 @@ ONLY_MEASURED = {"each", "against", "positions", "proposition"}
 """Fields of experiments and claims that apply only to measured cells."""
 
 
-def _overlays(said: Any) -> Any:
+def _overlays(cell: Any) -> Any:
     """Convert an overlay, a variant's name or a list of these to a list of overlays. Measured cells are unchanged."""
-    if _kind_of_cell(said) == "measured":
-        return said
-    parts = said if isinstance(said, list) else [said]
+    if _kind_of_cell(cell) == "measured":
+        return cell
+    parts = cell if isinstance(cell, list) else [cell]
     if unknown := [one for one in parts if isinstance(one, str) and one not in VARIANTS]:
         raise ValueError(f"unknown variant {unknown[0]!r}; the catalogue has: {', '.join(sorted(VARIANTS))}")
     return [VARIANTS[one].overlay if isinstance(one, str) else one for one in parts]
 
 
-def _kind_of_cell(said: Any) -> Literal["trained", "measured"]:
-    return "measured" if isinstance(said, MeasuredCell) or (isinstance(said, dict) and "inputs" in said) else "trained"
+def _kind_of_cell(cell: Any) -> Literal["trained", "measured"]:
+    return "measured" if isinstance(cell, MeasuredCell) or (isinstance(cell, dict) and "inputs" in cell) else "trained"
 
 
 def _folder_name(name: str) -> str:
@@ -211,8 +204,8 @@ class Adaptation(Part):
     without: tuple[str, ...] = ()
 
 
-class Experiment(Part):
-    """An experiment: cells, all trained or all measured, and claims about them.
+class SweepDesign(Part):
+    """What is trained or measured: cells, with their seeds and adaptations to scales. All are trained, or all measured.
 
     Attributes:
         id: identifier, used in file names and claims.
@@ -225,25 +218,14 @@ class Experiment(Part):
         changes: axes of a grid, each with recipe overlays by name of the value. Every trained cell is combined with
             every choice of one value per axis: the overlays are merged in order, and the resulting cell is named
             CELL+VALUE, with a +VALUE for each further axis.
-        baseline: trained cell with which the other cells are compared; default: the first cell.
         adapted: changes to the trained cells by scale, applied in order.
         each: repeat every cell for each domain of --text or for each --model; the cells of the results are named
             DOMAIN/CELL or MODEL/CELL. Default: no repetition.
-        columns: quantities in the table of results.
-        against: two quantities of measured cells; a figure plots the second quantity against the first.
-        published: table of the paper with numbers for the cells.
         assess: parts of `sinklab assess` to run on the validation text of every run.
         tune: settings of `sinklab sft` for fine-tuning every run on the conversations of --data.
-        evidence: confirmatory or exploratory; default for the claims.
-        stated: date on which the claims were written; default for the claims.
         seeds: default of --seeds: number of training seeds or of draws of sequences, or maximum number of models.
         first_seed: first seed of the runs; smaller seeds are not used.
         seeds_at: first seed and number of seeds at scales that differ from `first_seed` and `seeds`.
-        asks_massive: condition for claims that use a quantity in `NORMS` and do not set their own. True, or the name
-            of a cell: judge these claims only if training at least doubles the norm ratio of the baseline, or of this
-            cell. False: always judge them.
-        asks_sink: the same for claims that use a quantity of sinks (`is_about_sinks`), except those of the named cell
-            alone: the baseline, or this cell, must have a Sink_1 of at least 10 %.
         rank: sort key in lists, sweeps and summaries, ascending.
     """
 
@@ -254,22 +236,13 @@ class Experiment(Part):
     base: dict[Scale, str] = Field(default_factory=dict)
     cells: dict[CellName, Cell] = Field(min_length=1)
     changes: dict[str, dict[ValueName, Overlays]] = Field(default_factory=dict)
-    baseline: str = ""
     adapted: dict[Scale, tuple[Adaptation, ...]] = Field(default_factory=dict)
     each: Literal["domain", "model"] | None = None
-    columns: tuple[QuantityName, ...] = ("sink_1", "sink_bias", "valid_loss", "norm_ratio")
-    against: tuple[QuantityName, QuantityName] | None = None
-    published: Published | None = None
-    claims: tuple[Claim, ...] = ()
     assess: tuple[PartName, ...] = ()
     tune: TuneOptions | None = None
-    evidence: Analysis = "exploratory"
-    stated: date | None = None
     seeds: int = Field(default=5, ge=1)
     first_seed: int = Field(default=0, ge=0)
     seeds_at: dict[Scale, tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]]] = Field(default_factory=dict)
-    asks_massive: bool | str = False
-    asks_sink: bool | str = False
     rank: int = 1000
 
     @field_validator("base", mode="before")
@@ -280,11 +253,11 @@ class Experiment(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _cross_cells_with_changes(cls, said: Any) -> Any:
+    def _cross_cells_with_changes(cls, values: Any) -> Any:
         """Combine the cells with `changes`; cells that are combined already, as in a manifest, are kept."""
-        if not isinstance(said, dict) or not said.get("changes"):
-            return said
-        cells, axes = said.get("cells", {}), said["changes"]
+        if not isinstance(values, dict) or not values.get("changes"):
+            return values
+        cells, axes = values.get("cells", {}), values["changes"]
         named = [cells, axes, *(axes.values() if isinstance(axes, dict) else ())]
         if not all(isinstance(one, dict) and set(map(type, one)) == {str} for one in named):
             raise ValueError(
@@ -292,11 +265,11 @@ class Experiment(Part):
                 "named values, such as changes: {decay: {small: .., large: ..}}"
             )
         combined = {
-            GRID + GRID.join(values): [axes[axis][one] for axis, one in zip(axes, values, strict=True)]
-            for values in product(*axes.values())
+            GRID + GRID.join(choice): [axes[axis][one] for axis, one in zip(axes, choice, strict=True)]
+            for choice in product(*axes.values())
         }
         if all(name.endswith(tuple(combined)) for name in cells):
-            return said
+            return values
         if measured := [name for name, cell in cells.items() if _kind_of_cell(cell) == "measured"]:
             raise ValueError(
                 f"changes apply only to trained cells, but cell {measured[0]!r} is measured: remove it or `changes`"
@@ -306,35 +279,22 @@ class Experiment(Part):
             for name, cell in cells.items()
             for suffix, parts in combined.items()
         }
-        return {**said, "cells": crossed}
+        return {**values, "cells": crossed}
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
+    def _cells_fit_each_other(self) -> Self:
         if self.requests and len(self.requests) < len(self.cells):
             other = next(name for name in self.cells if name not in self.requests)
             raise ValueError(
                 f"cell {next(iter(self.requests))!r} is measured and {other!r} trained: use two experiments"
             )
-        given = {
-            name
-            for part in (self, *self.claims)
-            for name in part.model_fields_set
-            if getattr(part, name) != type(part).model_fields[name].get_default(call_default_factory=True)
-        }
-        if wrong := sorted(given & (ONLY_TRAINED if self.requests else ONLY_MEASURED)):
-            raise ValueError(
-                f"{wrong[0]} applies only to {'training' if self.requests else 'existing models'}, but the cells are "
-                f"{'measured' if self.requests else 'trained (a measured cell sets `inputs`)'}: remove it"
-            )
         if not self.requests and not self.base:
             raise ValueError("base is missing: set the recipe of the trained cells (a measured cell sets `inputs`)")
-        self._check_names_of_cells()
-        self._check_axes()
-        self._check_measured()
-        return self
-
-    def _check_axes(self) -> None:
-        """Check that no recipe key is set by two axes of the grid, of which the second would hide the first."""
+        for scale, adaptations in self.adapted.items():
+            if scale not in self.base:
+                raise ValueError(f"adapted has scale {scale!r}, for which base has no recipe: add a recipe to base")
+            if wrong := [name for one in adaptations for name in one.without if name not in self.cells]:
+                raise ValueError(f"adapted.{scale}: {wrong[0]!r} in `without` is not a cell: remove it")
         keys = {
             axis: {key for overlays in values.values() for one in overlays for key in leaves(one)}
             for axis, values in self.changes.items()
@@ -346,57 +306,8 @@ class Experiment(Part):
                         f"the axes {first!r} and {second!r} of `changes` both set {max(key, other, key=len)}, so cells "
                         "would have the value of the second under the names of both: set each key in one axis"
                     )
-
-    def _check_names_of_cells(self) -> None:
-        known = {*self.requests, *(name for scale in self.base for name in self.cells_at(scale))}
-        if self.baseline and self.baseline not in known:
-            raise ValueError(f"baseline {self.baseline!r} is not a cell at any scale: set it to the name of a cell")
-        ids = [claim.id for claim in self.claims]
-        if repeated := [one for one in ids if ids.count(one) > 1]:
-            raise ValueError(f"two claims have the id {repeated[0]}: rename one of them")
-        for claim in self.claims:
-            condition = self.precondition(claim)
-            asked = [] if claim.same_as else [*claim.cells, *([condition.cell] if condition else [])]
-            if missing := [cell for cell in asked if cell not in known]:
-                raise ValueError(
-                    f"claim {claim.id} refers to unknown cell {missing[0]!r} in its check, asks_massive or asks_sink"
-                )
-            if wrong := [scale for scale in claim.scales or () if scale not in self.base]:
-                raise ValueError(
-                    f"claim {claim.id} sets scale {wrong[0]!r}, for which base has no recipe: add a recipe to base"
-                )
-        if wrong := [cell for cell in (self.published.rows if self.published else ()) if cell not in known]:
-            raise ValueError(f"published.rows: {wrong[0]!r} is not a cell at any scale: remove it, or correct the name")
-        for scale, adaptations in self.adapted.items():
-            if scale not in self.base:
-                raise ValueError(f"adapted has scale {scale!r}, for which base has no recipe: add a recipe to base")
-            if wrong := [name for one in adaptations for name in one.without if name not in self.cells]:
-                raise ValueError(f"adapted.{scale}: {wrong[0]!r} in `without` is not a cell: remove it")
-
-    def _check_measured(self) -> None:
-        """Check that claims and measured cells fit `each`, and that the measured cells fit each other."""
-        compared = {AlikeOverDomains: "domain", GrowsWithSize: "model", AlikeOverSizes: "model"}
-        several = self.each == "model" or self.replicate == "model"
-        for claim in self.claims:
-            if several and (claim.positions or claim.proposition):
-                raise ValueError(
-                    f"claim {claim.id} sets positions or proposition, which require a single model, but the experiment "
-                    f"{'sets `each: model`' if self.each else 'has several `models`'}: remove one of the two"
-                )
-            wanted = compared.get(type(claim.check))
-            of_each = self.each == "model" and isinstance(claim.check, Within)
-            if self.each != wanted and not of_each:
-                raise ValueError(
-                    f"claim {claim.id} compares {f'{wanted}s' if wanted else 'cells'}, but the experiment "
-                    f"{'does not set `each`' if self.each is None else f'sets `each: {self.each}`'}: "
-                    f"{f'set `each: {wanted}`' if wanted else 'remove `each`'}, or change the check"
-                )
         self._check_models()
-        for name, cell in self.requests.items():
-            if self.each == "domain" and cell.inputs != "natural":
-                raise ValueError(f"cell {name!r} must set inputs: natural, because the experiment sets each: domain")
-            if self.each and cell.model != "base":
-                raise ValueError(f"cell {name!r} sets model, and the experiment sets `each`: remove one of them")
+        return self
 
     def _check_models(self) -> None:
         for name, cell in self.requests.items():
@@ -408,6 +319,10 @@ class Experiment(Part):
                 )
             if len(set(cell.models)) < len(cell.models):
                 raise ValueError(f"cell {name!r} lists a model twice in `models`")
+            if self.each == "domain" and cell.inputs != "natural":
+                raise ValueError(f"cell {name!r} must set inputs: natural, because the experiment sets each: domain")
+            if self.each and cell.model != "base":
+                raise ValueError(f"cell {name!r} sets model, and the experiment sets `each`: remove one of them")
         counts = {min(len(cell.models), 2): name for name, cell in self.requests.items()}
         if len(counts) > 1:
             raise ValueError(
@@ -436,9 +351,9 @@ class Experiment(Part):
         return "model" if any(len(cell.models) > 1 for cell in self.requests.values()) else "draw"
 
     @property
-    def compared_with(self) -> str:
-        """Name of the baseline cell; empty if the cells are measured."""
-        return "" if self.requests else self.baseline or next(iter(self.cells))
+    def names_models(self) -> bool:
+        """True if the cells set `models`; the models of other measured cells are passed with --model."""
+        return any(cell.models for cell in self.requests.values())
 
     def cells_at(self, scale: Scale) -> dict[str, Sequence[Mapping[str, Any]]]:
         """Return the recipe overlays of each trained cell at a scale, in order of application, by name of the cell."""
@@ -456,6 +371,102 @@ class Experiment(Part):
         first, number = self.seeds_at.get(scale, (self.first_seed, self.seeds))
         return range(first, first + (count or number))
 
+
+class ClaimSet(Part):
+    """What is claimed of the results of a sweep.
+
+    Attributes:
+        evidence: confirmatory or exploratory; default for the claims.
+        stated: date on which the claims were written; default for the claims.
+        requires_massive: condition for claims that use a quantity in `NORMS` and do not set their own. True, or the
+            name of a cell: judge these claims only if training at least doubles the norm ratio of the baseline, or of
+            this cell. False: always judge them.
+        requires_sink: the same for claims that use a quantity of sinks (`is_about_sinks`), except those of the named
+            cell alone: the baseline, or this cell, must have a Sink_1 of at least 10 %.
+    """
+
+    claims: tuple[Claim, ...] = ()
+    evidence: Analysis = "exploratory"
+    stated: date | None = None
+    requires_massive: bool | str = False
+    requires_sink: bool | str = False
+
+    _names = model_validator(mode="before")(renamed)
+
+
+class Experiment(ClaimSet, SweepDesign):
+    """An experiment file: a sweep, what is claimed of it, and how its results are shown.
+
+    Attributes:
+        baseline: trained cell with which the other cells are compared; default: the first cell.
+        columns: quantities in the table of results.
+        against: two quantities of measured cells; a figure plots the second quantity against the first.
+        published: table of the paper with numbers for the cells.
+    """
+
+    baseline: str = ""
+    columns: tuple[QuantityName, ...] = ("sink_1", "sink_bias", "valid_loss", "norm_ratio")
+    against: tuple[QuantityName, QuantityName] | None = None
+    published: Published | None = None
+
+    @model_validator(mode="after")
+    def _claims_fit_the_sweep(self) -> Self:
+        given = {
+            name
+            for part in (self, *self.claims)
+            for name in part.model_fields_set
+            if getattr(part, name) != type(part).model_fields[name].get_default(call_default_factory=True)
+        }
+        if wrong := sorted(given & (ONLY_TRAINED if self.requests else ONLY_MEASURED)):
+            raise ValueError(
+                f"{wrong[0]} applies only to {'training' if self.requests else 'existing models'}, but the cells are "
+                f"{'measured' if self.requests else 'trained (a measured cell sets `inputs`)'}: remove it"
+            )
+        known = {*self.requests, *(name for scale in self.base for name in self.cells_at(scale))}
+        if self.baseline and self.baseline not in known:
+            raise ValueError(f"baseline {self.baseline!r} is not a cell at any scale: set it to the name of a cell")
+        if wrong := [cell for cell in (self.published.rows if self.published else ()) if cell not in known]:
+            raise ValueError(f"published.rows: {wrong[0]!r} is not a cell at any scale: remove it, or correct the name")
+        ids = [claim.id for claim in self.claims]
+        if repeated := [one for one in ids if ids.count(one) > 1]:
+            raise ValueError(f"two claims have the id {repeated[0]}: rename one of them")
+        for claim in self.claims:
+            condition = self.precondition(claim)
+            used = [] if claim.same_as else [*claim.cells, *([condition.cell] if condition else [])]
+            if missing := [cell for cell in used if cell not in known]:
+                raise ValueError(
+                    f"claim {claim.id} refers to unknown cell {missing[0]!r} in its check, requires_massive or "
+                    "requires_sink"
+                )
+            if wrong := [scale for scale in claim.scales or () if scale not in self.base]:
+                raise ValueError(
+                    f"claim {claim.id} sets scale {wrong[0]!r}, for which base has no recipe: add a recipe to base"
+                )
+            self._check_subjects(claim)
+        return self
+
+    def _check_subjects(self, claim: Claim) -> None:
+        """Check that a claim about existing models fits `each` and the number of models."""
+        several = self.each == "model" or self.replicate == "model"
+        if several and (claim.positions or claim.proposition):
+            raise ValueError(
+                f"claim {claim.id} sets positions or proposition, which require a single model, but the experiment "
+                f"{'sets `each: model`' if self.each else 'has several `models`'}: remove one of the two"
+            )
+        wanted = claim.check.subjects if isinstance(claim.check, OverSubjects) else None
+        of_each = self.each == "model" and isinstance(claim.check, Within)
+        if self.each != wanted and not of_each:
+            raise ValueError(
+                f"claim {claim.id} compares {f'{wanted}s' if wanted else 'cells'}, but the experiment "
+                f"{'does not set `each`' if self.each is None else f'sets `each: {self.each}`'}: "
+                f"{f'set `each: {wanted}`' if wanted else 'remove `each`'}, or change the check"
+            )
+
+    @property
+    def compared_with(self) -> str:
+        """Name of the baseline cell; empty if the cells are measured."""
+        return "" if self.requests else self.baseline or next(iter(self.cells))
+
     def claims_at(self, scale: Scale) -> list[Claim]:
         """Return the claims made at a scale: references (`same_as`), and claims whose cells all exist at the scale."""
         cells = self.cells_at(scale)
@@ -465,21 +476,16 @@ class Experiment(Part):
     def precondition(self, claim: Claim) -> Precondition | None:
         """Return what a cell must have for the claim to be judged; None if the claim is always judged.
 
-        A claim that does not set `asks_massive` or `asks_sink` has the experiment's setting if its check uses a
+        A claim that does not set `requires_massive` or `requires_sink` has the experiment's setting if its check uses a
         quantity in `NORMS` or of sinks, respectively. If both apply, the condition is that of massive activations.
         """
-        names = quantities_of(claim.check) if claim.check else ()
-        massive, sink = claim.asks_massive, claim.asks_sink
+        names = claim.check.quantities if claim.check else ()
+        massive, sink = claim.requires_massive, claim.requires_sink
         if massive is None:
-            massive = self.asks_massive if NORMS & set(names) else False
+            massive = self.requires_massive if NORMS & set(names) else False
         if massive:
             return Precondition("massive", self.compared_with if massive is True else massive)
         if sink is None:
-            sink = self.asks_sink if any(quantity(name).is_about_sinks for name in names) else False
+            sink = self.requires_sink if any(quantity(name).is_about_sinks for name in names) else False
         cell = self.compared_with if sink is True else sink
         return Precondition("sink", cell) if cell and claim.cells != (cell,) else None
-
-    @property
-    def names_models(self) -> bool:
-        """True if the cells set `models`; the models of other measured cells are passed with --model."""
-        return any(cell.models for cell in self.requests.values())

@@ -20,7 +20,7 @@ from typing import Any
 
 from sinklab.evaluating.evaluate_model import measure_and_evaluate
 from sinklab.evaluating.tasks import ChosenTask, chosen_task
-from sinklab.experiments.claims import AlikeOverDomains, AlikeOverSizes, Claim, GrowsWithSize, Undecidable, Within, over
+from sinklab.experiments.claims import Claim, OverSubjects, Undecidable, Within
 from sinklab.experiments.definition import Experiment, MeasuredCell
 from sinklab.experiments.documents import SUMMARY, CellRun, ExperimentSummary, Summary
 from sinklab.experiments.paper import published_tables
@@ -28,7 +28,6 @@ from sinklab.experiments.passes import ModelChoice, Pass, Subject, enumerated, p
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.results import CellResults, measured_numbers, named_values
 from sinklab.experiments.summary import summarise, summary_entry
-from sinklab.experiments.verdicts.judging import ExperimentToJudge
 from sinklab.jobs import Observer, ignore
 from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
@@ -81,7 +80,7 @@ class MeasuredResults:
         claims = list(claims_about(self.experiment, self.subjects, found))
         models = dict.fromkeys(model for one in self.passes for model in one.models.values())
         entry = _entry(self.experiment, self.subjects, list(results), [str(model) for model in models])
-        summary = summarise([ExperimentToJudge(self.experiment, entry, claims)], results)
+        summary = summarise([(self.experiment, entry, claims)], results)
         judged = []
         for claim in summary.claims:
             passes = [one for one in self.passes if not set(claim.cells).isdisjoint(one.cells)]
@@ -254,12 +253,12 @@ def claims_about(
 
 def _about(claim: Claim, subjects: Sequence[Subject]) -> Iterator[Claim | Undecidable]:
     match claim.check:
-        case AlikeOverDomains() as check:
+        case OverSubjects(kind="alike_over_domains") as check:
             if len(subjects) < 2:
                 yield Undecidable(claim, "The claim requires at least two domains.")
             else:
-                yield claim.about(over(check, tuple(one.cell_name(check.cell) for one in subjects)))
-        case GrowsWithSize() | AlikeOverSizes() as check:
+                yield claim.about(check.across(tuple(one.cell_name(check.cell) for one in subjects)))
+        case OverSubjects() as check:
             yield from _by_family(claim, check, subjects)
         case Within() as check if subjects[0].name:
             for one in subjects:
@@ -269,9 +268,7 @@ def _about(claim: Claim, subjects: Sequence[Subject]) -> Iterator[Claim | Undeci
             yield claim
 
 
-def _by_family(
-    claim: Claim, check: GrowsWithSize | AlikeOverSizes, subjects: Sequence[Subject]
-) -> Iterator[Claim | Undecidable]:
+def _by_family(claim: Claim, check: OverSubjects, subjects: Sequence[Subject]) -> Iterator[Claim | Undecidable]:
     known = [(model, one) for one in subjects if (model := paper_model(one.models["base"]))]
     families: dict[str, list[Subject]] = {}
     for model, one in sorted(known, key=lambda pair: pair[0].parameters):
@@ -282,7 +279,7 @@ def _by_family(
         if len(members) >= FEWEST_MODELS and family in (check.families or families) and family not in check.but
     }
     for family, members in enough.items():
-        yield claim.about(over(check, tuple(one.cell_name(check.cell) for one in members)), family)
+        yield claim.about(check.across(tuple(one.cell_name(check.cell) for one in members)), family)
     if not enough:
         wanted = f"of {' or '.join(check.families)}" if check.families else "of one family of the paper's list"
         excluded = f" other than {' and '.join(check.but)}" if check.but else ""

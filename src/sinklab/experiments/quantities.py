@@ -127,7 +127,7 @@ NORMS = {
     "activation_ratio",
     "largest_activation",
 }
-"""Quantities of massive activations. `Experiment.asks_massive` applies to the claims that use one of them."""
+"""Quantities of massive activations. `Experiment.requires_massive` applies to the claims that use one of them."""
 
 LOSSES = {"valid_loss", "train_loss", "loss_change", "sft_loss_fall", "sft_largest_grad_norm"}
 """Quantities of the loss and of the stability of training. Losses that `assess` adds are about sinks."""

@@ -79,7 +79,7 @@ def _explain(error: ValidationError) -> list[str]:
 def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
     """Return a copy of a claim with `same_as` that has the check of the referenced claim; else raise ValueError.
 
-    If the claim does not set `scales`, `asks_massive` or `asks_sink`, the copy also has that of the referenced claim,
+    If the claim does not set `scales` or a precondition, the copy also has that of the referenced claim,
     without scales that `experiment` lacks.
     """
     name, _, wanted = (claim.same_as or "").rpartition(".")
@@ -94,7 +94,10 @@ def _looked_up(claim: Claim, experiment: Experiment) -> Claim:
         raise ValueError(f"claim {claim.id} refers to {claim.same_as}, but {why}")
     scales = claim.scales or (found.scales and tuple(scale for scale in found.scales if scale in experiment.base))
     condition, asks = other.precondition(found), {}
-    for name, own, needs in (("asks_massive", claim.asks_massive, "massive"), ("asks_sink", claim.asks_sink, "sink")):
+    for name, own, needs in (
+        ("requires_massive", claim.requires_massive, "massive"),
+        ("requires_sink", claim.requires_sink, "sink"),
+    ):
         of_found = condition.cell if condition and condition.needs == needs else False
         asks[name] = of_found if own is None else own
     return claim.model_copy(update={"check": found.check, "scales": scales, **asks})
@@ -123,53 +126,48 @@ class ScaleCost:
     estimated: str
 
 
-@dataclass(frozen=True)
-class ListedExperiment:
-    """An experiment with its size and cost by scale; `scales` is empty for experiments on existing models."""
+ListedExperiment = tuple[Experiment, Mapping[Scale, ScaleCost]]
+"""An experiment with its size and cost by scale; there are no scales for experiments on existing models."""
 
-    experiment: Experiment
-    scales: Mapping[Scale, ScaleCost]
 
-    def document(self) -> dict[str, Any]:
-        """Return the entry as a JSON-serializable dict.
+def listing(one: Experiment, scales: Mapping[Scale, ScaleCost]) -> dict[str, Any]:
+    """Return an entry of the list as a JSON-serializable dict.
 
-        Cells that `adapted` adds at a scale are left out; claims are those of all scales. `seeds` is 0 for experiments
-        on existing models.
-        """
-        one = self.experiment
-        return {
-            **one.model_dump(include={"id", "title", "question", "source"}),
-            "cells": len(one.cells),
-            "claims": len(one.claims),
-            "seeds": one.seeds if one.base else 0,
-            "scales": {scale: asdict(cost) for scale, cost in self.scales.items()},
-            "cell_names": list(one.cells),
-            "claim_texts": [claim.text for claim in one.claims],
-            "claim_dates": [str(claim.stated or one.stated or "") for claim in one.claims],
-        }
+    Cells that `adapted` adds at a scale are left out; claims are those of all scales. `seeds` is 0 for experiments on
+    existing models.
+    """
+    return {
+        **one.model_dump(include={"id", "title", "question", "source"}),
+        "cells": len(one.cells),
+        "claims": len(one.claims),
+        "seeds": one.seeds if one.base else 0,
+        "scales": {scale: asdict(cost) for scale, cost in scales.items()},
+        "cell_names": list(one.cells),
+        "claim_texts": [claim.text for claim in one.claims],
+        "claim_dates": [str(claim.stated or one.stated or "") for claim in one.claims],
+    }
 
 
 def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
     """Return experiments, given by id or file, with size and cost; default: all shipped experiments, sorted by rank.
 
+    The cost is estimated with the base recipe's FLOPs per token for every cell.
+
     Raises:
-        InputError: see `load_experiment` and `recipe_values`; also if a recipe is invalid or names a device that this
-            machine lacks.
+        InputError: if an experiment or recipe is missing or invalid, or names a device that this machine lacks.
     """
     paces: dict[str, Pace] = {}
-    experiments = [load_experiment(name) for name in names or experiment_ids()]
-    return [ListedExperiment(one, {scale: _cost(one, scale, paces) for scale in one.base}) for one in experiments]
-
-
-def _cost(experiment: Experiment, scale: Scale, paces: dict[str, Pace]) -> ScaleCost:
-    """Return the size and cost at a scale, estimated with the base recipe's FLOPs per token for every cell."""
-    values = recipe_values(experiment.base[scale])
-    base = build_recipe(values, origin=experiment.base[scale])
-    if experiment.base[scale] not in paces:
-        paces[experiment.base[scale]] = pace_here(base, threads=1)
-    pace = paces[experiment.base[scale]]
-    cells = experiment.cells_at(scale)
-    recipes = [build_recipe(values, *overlays, origin=name) for name, overlays in cells.items()]
-    total = sum(operations(recipe, like=base) for recipe in recipes) * len(experiment.seeds_of(scale))
-    hours = total / pace.operations_per_second / 3600
-    return ScaleCost(len(cells), len(experiment.claims_at(scale)), hours, pace.said)
+    found = []
+    for experiment in (load_experiment(name) for name in names or experiment_ids()):
+        scales = {}
+        for scale, name in experiment.base.items():
+            values = recipe_values(name)
+            base = build_recipe(values, origin=name)
+            pace = paces[name] = paces.get(name) or pace_here(base, threads=1)
+            cells = experiment.cells_at(scale)
+            recipes = [build_recipe(values, *overlays, origin=cell) for cell, overlays in cells.items()]
+            total = sum(operations(recipe, like=base) for recipe in recipes) * len(experiment.seeds_of(scale))
+            hours = total / pace.operations_per_second / 3600
+            scales[scale] = ScaleCost(len(cells), len(experiment.claims_at(scale)), hours, pace.said)
+        found.append((experiment, scales))
+    return found

@@ -15,13 +15,12 @@ from sinklab.experiments.documents import (
     verdict_counts,
 )
 from sinklab.experiments.results import CellResults
-from sinklab.experiments.verdicts.five_seeds import verdict_of_five
-from sinklab.experiments.verdicts.judging import ExperimentToJudge, judge
+from sinklab.experiments.verdicts.judging import ToJudge, judge
 from sinklab.schema import finite_or_none
 
 
-def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None = None) -> ExperimentToJudge:
-    """Return a trained experiment at a scale of its `base`, with the claims to judge and its entry in summary.json.
+def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None = None) -> ToJudge:
+    """Return a trained experiment at a scale of its `base`, its entry in summary.json, and the claims to judge.
 
     Args:
         seeds: training seeds in tables and verdicts; default: all.
@@ -31,7 +30,7 @@ def at_scale(experiment: Experiment, scale: Scale, seeds: Collection[int] | None
     shipped = [SCALE_NOTES[scale]] if scale in SCALE_NOTES and experiment.base[scale] == scale else []
     adapted = [*shipped, *(one.why for one in experiment.adapted.get(scale, ()))]
     entry = summary_entry(experiment, scale, cells, published, adapted=adapted, seeds=sorted(seeds or ()))
-    return ExperimentToJudge(experiment, entry, experiment.claims_at(scale))
+    return experiment, entry, experiment.claims_at(scale)
 
 
 def summary_entry(
@@ -58,33 +57,26 @@ def summary_entry(
     )
 
 
-def summarise(
-    experiments: Sequence[ExperimentToJudge], results: Mapping[str, CellResults], altered: bool = False
-) -> Summary:
+def summarise(experiments: Sequence[ToJudge], results: Mapping[str, CellResults], altered: bool = False) -> Summary:
     """Return the content of summary.json: results of the cells, and verdicts on the claims.
 
     Args:
         experiments: experiments at a scale or on existing models, in the order of display.
         results: results by cell name; cells of the same name have the same recipe in every experiment. Cells of none
             of the experiments are omitted.
-        altered: whether --steps or --text override the recipes; verdicts of earlier sweeps and the power of pilot runs
-            are then left out.
+        altered: whether --steps or --text override the recipes (`judge`).
     """
-    scales = {one.entry.scale for one in experiments}
-    alone = experiments[0].experiment if len(experiments) == 1 else None
-    claims = [
-        claim.model_copy(update={"finds": ""} if altered else {"elsewhere": verdict_of_five(claim)})
-        for one in experiments
-        for claim in judge(one, results)
-    ]
-    claims = _with_references(claims)
-    columns = list(dict.fromkeys(name for one in experiments for name in one.experiment.columns))
-    cells = dict.fromkeys(cell for one in experiments for cell in one.entry.cells)
+    entries = {experiment.id: entry for experiment, entry, _ in experiments}
+    scales = {entry.scale for entry in entries.values()}
+    alone = experiments[0][0] if len(experiments) == 1 else None
+    claims = _with_references([claim for one in experiments for claim in judge(one, results, altered)])
+    columns = list(dict.fromkeys(name for entry in entries.values() for name in entry.columns))
+    cells = dict.fromkeys(cell for entry in entries.values() for cell in entry.cells)
     return Summary(
         id=alone.id if alone else "",
         title=alone.title if alone else "",
         scale=next(iter(scales)) if len(scales) == 1 else "",
-        experiments={one.experiment.id: one.entry for one in experiments},
+        experiments=entries,
         cells={cell: _cell_summary(results[cell], columns) for cell in cells if cell in results},
         claims=claims,
         counts=verdict_counts(claims),

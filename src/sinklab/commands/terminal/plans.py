@@ -1,7 +1,7 @@
 """Terminal output of plans: experiments, coverage of the paper, previews, interventions, and estimates."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -14,12 +14,12 @@ from sinklab.commands.terminal.progress import duration, short_duration
 from sinklab.commands.terminal.tables import print_table, print_text, printable
 from sinklab.experiments.definition import SCALES, Scale
 from sinklab.experiments.paper import Covered
-from sinklab.experiments.shipped import ListedExperiment
+from sinklab.experiments.shipped import ListedExperiment, ScaleCost
 from sinklab.experiments.sweep.engines.local import jobs_here
 from sinklab.experiments.sweep.preview import Preview
 from sinklab.report.sweeps import value_text
 from sinklab.schema import leaves
-from sinklab.tables import NOTHING, Table, TableColumn, names, numbers, plural
+from sinklab.tables import Table, TableColumn, names, numbers, plural
 
 if TYPE_CHECKING:
     from sinklab.data.texts import Estimate
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 def print_experiments(found: Sequence[ListedExperiment], console: Console) -> None:
     """Print two lines per experiment: id, number of cells, time per scale; then question or title, truncated."""
-    for one in found:
-        times = [f"{scale} {_time_here(one, scale, short_duration)}" for scale in SCALES if scale in one.scales]
-        numbers = "  ".join(["", plural(len(one.experiment.cells), "cell"), ", ".join(times)]).rstrip()
-        console.print(Text.assemble((printable(one.experiment.id), "bold"), numbers), soft_wrap=True)
-        question = Text(f"  {printable(one.experiment.question or one.experiment.title)}", style="dim")
+    for experiment, costs in found:
+        times = [f"{scale} {short_duration(_seconds(costs[scale]))}" for scale in SCALES if scale in costs]
+        numbers = "  ".join(["", plural(len(experiment.cells), "cell"), ", ".join(times)]).rstrip()
+        console.print(Text.assemble((printable(experiment.id), "bold"), numbers), soft_wrap=True)
+        question = Text(f"  {printable(experiment.question or experiment.title)}", style="dim")
         question.truncate(console.width, overflow="ellipsis")
         console.print(question, soft_wrap=True)
     console.print()
-    _print_estimates(found, console)
+    _print_estimates([costs for _, costs in found], console)
     said = "Experiments without times measure existing models. Details of an experiment: sinklab experiments ID"
     console.print(said, highlight=False)
 
 
 def print_experiment(one: ListedExperiment, plan: str, console: Console) -> None:
     """Print one experiment in full: question, cells, dated claims, time per scale, and the command of its plan."""
-    experiment = one.experiment
+    experiment, costs = one
     console.print(Text(printable(f"{experiment.id}: {experiment.title}"), style="bold"))
     for text in filter(None, (experiment.question, experiment.source and f"After {experiment.source}")):
         console.print(Text(printable(text)))
@@ -62,24 +62,23 @@ def print_experiment(one: ListedExperiment, plan: str, console: Console) -> None
             listed.add_row(" -", Text(printable(text)))
         console.print(listed)
         console.print()
-    for scale, cost in one.scales.items():
+    for scale, cost in costs.items():
         runs = f"{cost.cells} cells of {plural(len(experiment.seeds_of(scale)), 'seed')}, {cost.claims} claims"
-        console.print(f"{scale}: {_time_here(one, scale)} ({runs})", highlight=False)
-    _print_estimates([one], console)
+        console.print(f"{scale}: {duration(_seconds(cost))} ({runs})", highlight=False)
+    _print_estimates([costs], console)
     print_text(f"Plan of each cell: {plan}", console)
     console.print()
 
 
-def _time_here(one: ListedExperiment, scale: Scale, said: Callable[[float], str] = duration) -> str:
-    cost = one.scales.get(scale)
-    return said(cost.hours * 3600 / jobs_here()) if cost else NOTHING
+def _seconds(cost: ScaleCost) -> float:
+    return cost.hours * 3600 / jobs_here()
 
 
-def _print_estimates(found: Sequence[ListedExperiment], console: Console) -> None:
+def _print_estimates(found: Sequence[Mapping[Scale, ScaleCost]], console: Console) -> None:
     """Print how the times were estimated, in one line for all scales with the same kind of estimate."""
     ways: dict[str, list[str]] = {}
     for scale in SCALES:
-        for cost in [one.scales[scale] for one in found if scale in one.scales][:1]:
+        for cost in [costs[scale] for costs in found if scale in costs][:1]:
             ways.setdefault(cost.estimated, []).append(scale)
     for estimated, scales in ways.items():
         console.print(f"{', '.join(scales)}: {jobs_here()} at a time, {estimated}", highlight=False)
@@ -172,7 +171,7 @@ def print_variants(overlays: "Mapping[str, Overlay]", console: Console) -> None:
 
 def print_plan(plan: "TrainingPlan", console: Console) -> None:
     """Print parameters, tokens, FLOPs, estimated memory and, on a known GPU, minimum time of a training run."""
-    from sinklab.train.planning import megabytes
+    from sinklab.train.planning import MB
 
     per_token = plan.flops_per_step / plan.tokens_per_step
     rows = {
@@ -181,8 +180,7 @@ def print_plan(plan: "TrainingPlan", console: Console) -> None:
         "tokens": f"{plan.tokens:,}, {plan.tokens_per_step:,} per step",
         "FLOPs": f"{plan.flops_per_step:.3g} per step, {per_token:.3g} per token",
         **{f"  {name}": f"{part / plan.flops.total:.0%}" for name, part in asdict(plan.flops).items()},
-        "memory per process": f"{megabytes(plan.memory.total)} MB",
-        **{f"  {name}": f"{megabytes(size)} MB" for name, size in asdict(plan.memory).items()},
+        **{f"{name} per process, roughly": f"{size / MB:,.0f} MB" for name, size in plan.memory.items()},
     }
     if plan.hours_at_peak is not None:
         rows["time at the GPU's peak FLOP/s"] = f"{plan.hours_at_peak:.1f} hours"

@@ -7,6 +7,7 @@ polls runs that other processes have locked; if such a process dies, the schedul
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -15,13 +16,12 @@ import yaml
 
 from sinklab.errors import SinklabError
 from sinklab.experiments.documents import record_of
-from sinklab.signals import INTERRUPTED, PreemptedError, StopRequest, stop_on_signals
+from sinklab.signals import INTERRUPTED, PreemptedError, stop_on_signals
 from sinklab.train.directory.history import read_metrics
 from sinklab.train.directory.lock import is_held
 from sinklab.train.recipe import Recipe, build_recipe
 
 Ending = Literal["done", "failed", "stopped", "busy"]
-ENDINGS: tuple[Ending, ...] = get_args(Ending)
 
 EVENT_TIMEOUT_S = 0.2
 HELD_POLL_S = 1.0
@@ -44,11 +44,7 @@ class PlannedRun:
     hash: str
 
     def read_recipe(self) -> Recipe:
-        """Parse the YAML of the recipe.
-
-        Raises:
-            InputError: if the recipe is invalid, for example in another version of sinklab.
-        """
+        """Parse the YAML of the recipe; InputError if another version of sinklab has written it."""
         return build_recipe(yaml.safe_load(self.recipe), origin=self.name)
 
     def recorded(self) -> "Event | None":
@@ -80,7 +76,7 @@ class Event:
     @property
     def is_last(self) -> bool:
         """True if the engine reports nothing more about the run: it is done, failed, stopped or busy."""
-        return self.kind in ENDINGS
+        return self.kind in get_args(Ending)
 
 
 class Engine(Protocol):
@@ -158,107 +154,71 @@ def train_all(runs: Sequence[PlannedRun], engine: Engine, watch: Callable[[Event
         InputError: if a record cannot be read or is damaged.
         SinklabError: if runs cannot be submitted.
     """
-    with stop_on_signals() as stop_requested:
-        try:
-            ended = _Scheduler(runs, engine, watch).train(stop_requested)
-        finally:
-            engine.close()
-    if ended is None:
-        raise KeyboardInterrupt if stop_requested.exit_status == INTERRUPTED else PreemptedError
-    return ended
+    waiting, submitted = deque[PlannedRun](), dict[str, PlannedRun]()
+    held, ended = dict[str, MetricsTail](), dict[str, Event]()  # held: runs locked by other processes
+    polled, stopping, preempted = 0.0, False, False
 
+    def end(event: Event) -> None:
+        ended[event.run] = event
+        watch(event)
 
-class _Scheduler:
-    """Scheduler of queued and submitted runs, and of runs locked by other processes."""
-
-    def __init__(self, runs: Sequence[PlannedRun], engine: Engine, watch: Callable[[Event], None]) -> None:
-        self._engine, self._watch = engine, watch
-        self._waiting = deque(runs)
-        self._submitted: dict[str, PlannedRun] = {}
-        self._held: dict[str, MetricsTail] = {}
-        self._ended: dict[str, Event] = {}
-        self._polled = 0.0
-
-    def train(self, stop_requested: StopRequest) -> dict[str, Event] | None:
-        """Train all runs; return the last event of each by name, or None if the sweep was stopped."""
-        self._report_recorded()
-        stopping = False
-        while self._waiting or self._submitted or self._held:
-            if not stopping and (stop_requested() or self._one_was_stopped()):
-                stopping = True
-                self._engine.stop()
-            if stopping and not self._submitted:
-                return None
-            if not stopping:
-                self._submit()
-                self._poll_held()
-            self._receive()
-        return None if self._one_was_stopped() else self._ended
-
-    def _one_was_stopped(self) -> bool:
-        return any(event.kind == "stopped" for event in self._ended.values())
-
-    def _report_recorded(self) -> None:
-        """Report the runs that have a record first, so that only the unfinished runs count for the remaining time."""
-        runs, self._waiting = self._waiting, deque()
-        for run in runs:
-            if (ended := run.recorded()) is not None:
-                self._end(ended)
-            else:
-                self._waiting.append(run)
-
-    def _submit(self) -> None:
-        """Submit waiting runs to the engine in order, at most as many as its `room` returns.
-
-        Runs that have a record by now are reported as ended, and runs locked by another process are polled instead.
-        """
-        room, batch = self._engine.room(), []
-        while self._waiting and len(batch) < room:
-            run = self._waiting.popleft()
-            if (ended := run.recorded()) is not None:
-                self._end(ended)
+    def submit() -> None:
+        """Submit waiting runs without a record in order, unless another process has locked them."""
+        batch: list[PlannedRun] = []
+        room = engine.room()
+        while waiting and len(batch) < room:
+            run = waiting.popleft()
+            if (recorded := run.recorded()) is not None:
+                end(recorded)
             elif is_held(run.directory):
-                self._set_aside(run)
+                held[run.name] = MetricsTail(run)
             else:
                 batch.append(run)
         if batch:
-            self._submitted |= {run.name: run for run in batch}
-            self._engine.submit(batch)
+            submitted.update({run.name: run for run in batch})
+            engine.submit(batch)
 
-    def _receive(self) -> None:
-        if not self._submitted:
-            time.sleep(EVENT_TIMEOUT_S)
-            return
-        for event in self._engine.events(EVENT_TIMEOUT_S):
-            if event.kind == "busy":
-                self._set_aside(self._submitted.pop(event.run))
-            elif event.is_last:
-                self._submitted.pop(event.run, None)
-                self._end(event)
-            else:
-                self._watch(event)
-
-    def _end(self, event: Event) -> None:
-        self._ended[event.run] = event
-        self._watch(event)
-
-    def _set_aside(self, run: PlannedRun) -> None:
-        self._held[run.name] = MetricsTail(run)
-
-    def _poll_held(self) -> None:
+    def poll() -> None:
         """Report progress or end of the runs that other processes have locked; requeue runs that are unlocked again."""
-        now = time.monotonic()
-        if not self._held or now - self._polled < HELD_POLL_S:
-            return
-        self._polled = now
-        for name, tail in list(self._held.items()):
-            held = is_held(tail.run.directory)
-            if (ended := tail.run.recorded()) is not None:
-                del self._held[name]
-                self._end(ended)
-            elif not held:
-                del self._held[name]
-                self._waiting.appendleft(tail.run)
+        for name, tail in list(held.items()):
+            still = is_held(tail.run.directory)
+            if (recorded := tail.run.recorded()) is not None:
+                del held[name]
+                end(recorded)
+            elif not still:
+                del held[name]
+                waiting.appendleft(tail.run)
             else:
                 for row in tail.rows():
-                    self._watch(row)
+                    watch(row)
+
+    with stop_on_signals() as stop_requested, closing(engine):
+        for run in runs:  # runs with a record first, so that only the others count for the remaining time
+            if (recorded := run.recorded()) is not None:
+                end(recorded)
+            else:
+                waiting.append(run)
+        while submitted or (not stopping and (waiting or held)):
+            if not stopping and (stop_requested() or preempted):
+                stopping = True
+                engine.stop()
+            if not stopping:
+                submit()
+                if held and time.monotonic() - polled >= HELD_POLL_S:
+                    polled = time.monotonic()
+                    poll()
+            if not submitted:
+                time.sleep(EVENT_TIMEOUT_S)
+                continue
+            for event in engine.events(EVENT_TIMEOUT_S):
+                if event.kind == "busy":
+                    held[event.run] = MetricsTail(submitted.pop(event.run))
+                elif event.is_last:
+                    submitted.pop(event.run, None)
+                    preempted = preempted or event.kind == "stopped"
+                    end(event)
+                else:
+                    watch(event)
+    if stopping or preempted:
+        raise KeyboardInterrupt if stop_requested.exit_status == INTERRUPTED else PreemptedError
+    return ended

@@ -1,7 +1,7 @@
 """Plan a sweep: the recipe and hash of every run, and the order of training. A run is a cell trained with one seed."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,20 +15,6 @@ from sinklab.schema import leaves
 from sinklab.train.directory.run import Run, resolve
 from sinklab.train.recipe import DATA_ORIGIN, KINDS, Recipe, build_recipe, recipe_values
 from sinklab.train.start import with_checkpoint_values
-
-
-@dataclass(frozen=True)
-class ExperimentRequest:
-    """An experiment to be trained at a scale, with `seeds` consecutive seeds; default: the experiment's number."""
-
-    experiment: Experiment
-    scale: Scale
-    seeds: int | None = None
-
-    @property
-    def own_seeds(self) -> range:
-        """Seeds of the experiment's runs."""
-        return self.experiment.seeds_of(self.scale, self.seeds)
 
 
 @dataclass(frozen=True)
@@ -55,10 +41,14 @@ class SweepPlan:
 
     Attributes:
         order: (cell name, seed) pairs, sorted by rank of the experiment, then by seed.
+        runs: distinct runs in the order of training, after `placed`; cells with the same recipe share their runs.
+        hashes: hash of the run by (cell name, seed), after `placed`.
     """
 
     cells: Mapping[str, SweepCell]
     order: Sequence[tuple[str, int]]
+    runs: Sequence[PlannedRun] = ()
+    hashes: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
     def only(self, names: Collection[str]) -> "SweepPlan":
         """Return the plan of the named cells alone; the whole plan if none are named.
@@ -68,83 +58,95 @@ class SweepPlan:
         """
         if unknown := [name for name in names if name not in self.cells]:
             raise InputError(f"--cell {unknown[0]}: there is no such cell; choose from: {', '.join(self.cells)}")
-        if not names:
-            return self
-        cells = {name: cell for name, cell in self.cells.items() if name in names}
+        cells = {name: cell for name, cell in self.cells.items() if not names or name in names}
         return SweepPlan(cells, [(name, seed) for name, seed in self.order if name in cells])
 
+    def placed(self, data: Mapping[str, TokenDataset], out: Path, found: Mapping[str, Path]) -> "SweepPlan":
+        """Return the plan with its runs: in their existing directories (`found`, by hash), or in `out`.
 
-@dataclass(frozen=True)
-class PlannedSweep:
-    """A plan with the hashes and directories of the runs; the hashes depend on the prepared data.
+        Args:
+            data: prepared data by `data_key`, which decides the hashes.
 
-    Attributes:
-        runs: distinct runs in the order of training; cells with the same recipe share their runs.
-        hashes: hash of the run by (cell name, seed).
-    """
+        Raises:
+            InputError: if a recipe does not fit its data (`resolve`), or the validation text is too short.
+        """
+        runs: dict[str, PlannedRun] = {}
+        hashes: dict[tuple[str, int], str] = {}
+        several = any(len(cell.seeds) > 1 for cell in self.cells.values())
+        for name, seed in self.order:
+            cell = self.cells[name]
+            dataset = data[data_key(cell.recipe)]
+            recipe = resolve(cell.recipe.model_copy(update={"seed": seed}), dataset)
+            run_hash = hashes[name, seed] = recipe.content_hash(dataset.fingerprint)
+            if run_hash not in runs:
+                directory = found.get(run_hash) or out / f"{name}-{run_hash}"
+                Run(directory, recipe, dataset, run_hash).loader("valid")  # refuses a validation text that is too short
+                label = f"{name} seed {seed}" if several else name
+                runs[run_hash] = PlannedRun(label, recipe.to_yaml(), directory, run_hash)
+        return replace(self, runs=tuple(runs.values()), hashes=hashes)
 
-    plan: SweepPlan
-    runs: Sequence[PlannedRun]
-    hashes: Mapping[tuple[str, int], str]
 
-
-def scale_of(experiment: Experiment, scale: str) -> Scale:
-    """Return `scale`; raise InputError with the scales of the experiment if it is not one of them."""
-    if scale not in experiment.base:
-        raise InputError(f"{experiment.id} has no scale {scale!r}; it has: {', '.join(experiment.base)}")
-    return cast(Scale, scale)
-
-
-def plan_sweep(requests: Sequence[ExperimentRequest], overlay: Mapping[str, Any]) -> SweepPlan:
+def plan_sweep(
+    experiments: Sequence[Experiment], scale: str, seeds: int | None, overlay: Mapping[str, Any]
+) -> SweepPlan:
     """Return the cells of several experiments with their recipes, and the order of training; needs no data.
 
     Args:
-        requests: requested experiments, all at the same scale, for which each has a base recipe (`scale_of`).
-        overlay: recipe overlay for all cells, applied after those of the cell.
+        seeds: number of seeds of each experiment; default: the experiment's.
+        overlay: recipe overlay for all cells, applied after those of the cell, except for `data`: a cell with its own
+            data, such as a synthetic task, keeps it.
 
     Raises:
-        InputError: if a base recipe is missing or not YAML, a recipe is invalid with its overlays, an initial
-            checkpoint is unusable or does not fit the recipe's model, or two experiments have cells of the same name
-            with different recipes.
+        InputError: if an experiment does not have the scale, a base recipe is missing or not YAML, a recipe is invalid
+            with its overlays, an initial checkpoint is unusable or does not fit the recipe's model, or two experiments
+            have cells of the same name with different recipes.
         SinklabError: if the initial checkpoint is a run that has no valid checkpoint.
     """
     cells: dict[str, SweepCell] = {}
     order: dict[tuple[str, int], None] = {}
     first: dict[str, str] = {}
-    for request in sorted(requests, key=lambda one: one.experiment.rank):
-        own = cells_of(request, overlay)
+    for experiment in sorted(experiments, key=lambda one: one.rank):
+        own = cells_of(experiment, scale, seeds, overlay)
         for name, cell in own.items():
             known = cells.get(name, cell)
             if known.recipe != cell.recipe:
+                before, after = (leaves(recipe.model_dump(mode="json")) for recipe in (known.recipe, cell.recipe))
+                key = next(key for key in {**before, **after} if before.get(key) != after.get(key))
                 raise InputError(
-                    f"cell {name} of {request.experiment.id} has a different recipe from that of {first[name]} "
-                    f"({_first_difference(known.recipe, cell.recipe)}): run them in different directories (--out), or "
-                    "rename the cell"
+                    f"cell {name} of {experiment.id} has a different recipe from that of {first[name]} ({key} is "
+                    f"{before.get(key)} there and {after.get(key)} here): run them in different directories (--out), "
+                    "or rename the cell"
                 )
-            first.setdefault(name, request.experiment.id)
-            seeds, may_diverge = sorted({*cell.seeds, *known.seeds}), cell.may_diverge or known.may_diverge
-            cells[name] = SweepCell(known.recipe, known.change, seeds, may_diverge)
-        order |= dict.fromkeys((name, seed) for seed in request.own_seeds for name in own)
+            first.setdefault(name, experiment.id)
+            both, may_diverge = sorted({*cell.seeds, *known.seeds}), cell.may_diverge or known.may_diverge
+            cells[name] = SweepCell(known.recipe, known.change, both, may_diverge)
+        order |= dict.fromkeys((name, seed) for seed in next(iter(own.values())).seeds for name in own)
     return SweepPlan(cells, tuple(order))
 
 
-def cells_of(request: ExperimentRequest, overlay: Mapping[str, Any]) -> dict[str, SweepCell]:
+def cells_of(experiment: Experiment, scale: str, seeds: int | None, overlay: Mapping[str, Any]) -> dict[str, SweepCell]:
     """Return the cells of an experiment by name; arguments and errors as in `plan_sweep`."""
-    experiment, scale = request.experiment, request.scale
+    if scale not in experiment.base:
+        raise InputError(f"{experiment.id} has no scale {scale!r}; it has: {', '.join(experiment.base)}")
+    scale = cast(Scale, scale)
     checks = [check for claim in experiment.claims_at(scale) if claim.check for check in parts_of(claim.check)]
     diverging = {check.cell for check in checks if isinstance(check, Diverges) and check.kind == "diverges"}
     values = recipe_values(experiment.base[scale])
     base = build_recipe(values, overlay, origin=experiment.base[scale])
+    text = {key: value for key, value in overlay.items() if key == "data"}
+    rest = {key: value for key, value in overlay.items() if key != "data"}
     found = {}
     for name, overlays in experiment.cells_at(scale).items():
         top = {"name": name, "seed": 0}
         recipe = with_checkpoint_values(
-            build_recipe(values, *overlays, overlay, top, origin=f"cell {name} of {experiment.id}")
+            build_recipe(values, text, *overlays, rest, top, origin=f"cell {name} of {experiment.id}")
         )
         may_diverge = name in diverging or any(
             variant.may_diverge and variant.overlay in overlays for variant in VARIANTS.values()
         )
-        found[name] = SweepCell(recipe, change_of(recipe, base, overlays), request.own_seeds, may_diverge)
+        found[name] = SweepCell(
+            recipe, change_of(recipe, base, overlays), experiment.seeds_of(scale, seeds), may_diverge
+        )
     return found
 
 
@@ -170,39 +172,6 @@ def change_of(recipe: Recipe, base: Recipe, overlays: Sequence[Mapping[str, Any]
     return changed
 
 
-def place_sweep(
-    plan: SweepPlan, data: Mapping[str, TokenDataset], out: Path, found: Mapping[str, Path]
-) -> PlannedSweep:
-    """Return a plan with the hashes of its runs, and their directories: existing ones (`found`, by hash), or in `out`.
-
-    Args:
-        data: prepared data by `data_key`.
-
-    Raises:
-        InputError: see `resolve` and `Run.loader`.
-    """
-    runs: dict[str, PlannedRun] = {}
-    hashes: dict[tuple[str, int], str] = {}
-    several = any(len(cell.seeds) > 1 for cell in plan.cells.values())
-    for name, seed in plan.order:
-        cell = plan.cells[name]
-        dataset = data[data_key(cell.recipe)]
-        recipe = resolve(cell.recipe.model_copy(update={"seed": seed}), dataset)
-        run_hash = hashes[name, seed] = recipe.content_hash(dataset.fingerprint)
-        if run_hash not in runs:
-            directory = found.get(run_hash) or out / f"{name}-{run_hash}"
-            Run(directory, recipe, dataset, run_hash).loader("valid")  # refuses a validation text that is too short
-            label = f"{name} seed {seed}" if several else name
-            runs[run_hash] = PlannedRun(label, recipe.to_yaml(), directory, run_hash)
-    return PlannedSweep(plan, tuple(runs.values()), hashes)
-
-
 def data_key(recipe: Recipe) -> str:
     """Return a string that identifies a recipe's prepared data: its `DATA_ORIGIN` settings as JSON."""
     return recipe.data.model_dump_json(include=DATA_ORIGIN)
-
-
-def _first_difference(one: Recipe, other: Recipe) -> str:
-    before, after = (leaves(recipe.model_dump(mode="json")) for recipe in (one, other))
-    key = next(key for key in {**before, **after} if before.get(key) != after.get(key))
-    return f"{key} is {before.get(key)} there and {after.get(key)} here"

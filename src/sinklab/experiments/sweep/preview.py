@@ -7,23 +7,21 @@ sequence, and two per sequence of the sink metric.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from sinklab.data.prepare import find_prepared, known_vocabulary
-from sinklab.data.shards import TokenDataset
+from sinklab.data.prepare import known_vocabulary
 from sinklab.device import pick_device
 from sinklab.errors import SinklabError
-from sinklab.experiments.documents import RunRecord, read_record, record_of
+from sinklab.experiments.documents import RunRecord, read_record
 from sinklab.experiments.sweep.engines.local import jobs_here
-from sinklab.experiments.sweep.plan import SweepPlan, data_key, place_sweep
+from sinklab.experiments.sweep.plan import SweepPlan
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 from sinklab.schema import leaves
@@ -37,22 +35,16 @@ MATRICES_S = 0.3
 MATRIX = 1024  # rows and columns of the timed matmuls
 UNKNOWN_VOCABULARY = 1024
 LONGEST_UPDATE_S = 1.0  # longer updates are not timed, because such large models also take long to initialise
-SOURCES = {
-    "runs": "estimated from the finished runs in the directory of the sweep",
-    "updates": "estimated from updates timed on this machine without compilation",
-    "products": "at the speed of matmuls on this machine, which no run reaches",
-}
-BY_RECIPE = "; finished runs are recognised by their recipes, as the text is not prepared here"
+BY_RUNS = "estimated from the finished runs in the directory of the sweep"
+BY_UPDATES = "estimated from updates timed on this machine without compilation"
+BY_PRODUCTS = "at the speed of matmuls on this machine, which no run reaches"
+
+Finished = Sequence[tuple[RunRecord, Recipe]]
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Throughput of a run, for time estimates.
-
-    Attributes:
-        operations_per_second: FLOP/s of one run on its share of the machine.
-        said: phrase on how the throughput was estimated, a value of `SOURCES`.
-    """
+    """Throughput of one run on its share of the machine in FLOP/s, and a phrase on how it was estimated."""
 
     operations_per_second: float
     said: str
@@ -86,8 +78,7 @@ class Preview:
         jobs: number of concurrent runs; None if the cluster decides.
         hours: estimated hours for the missing runs, with `jobs` concurrent runs; None if `jobs` is None or the
             throughput is unknown.
-        estimated: phrase on how the hours were estimated (`Pace.said`), with a remark if finished runs were recognised
-            by their recipes only; empty if the throughput is unknown.
+        estimated: phrase on how the hours were estimated (`Pace.said`); empty if the throughput is unknown.
     """
 
     cells: Sequence[CellPreview]
@@ -103,61 +94,63 @@ class Preview:
         return asdict(self)
 
 
+def read_finished(found: Mapping[str, Path]) -> Finished:
+    """Return record and recipe of the finished and failed runs among directories by hash, of those that can be read."""
+    runs = []
+    for run_hash, directory in found.items():
+        try:
+            record, recipe = read_record(directory), load_recipe(str(directory / "recipe.yaml"))
+        except SinklabError:
+            continue
+        if record is not None and record.hash == run_hash:  # a run that extends a shorter one has the record of that
+            runs.append((record, recipe))
+    return runs
+
+
 def preview(
-    plan: SweepPlan, out: Path, found: Mapping[str, Path], engine: str, pace: Pace | None, jobs: int | None
+    plan: SweepPlan,
+    finished: Finished,
+    engine: str,
+    pace: Pace | None,
+    jobs: int | None,
+    shard: tuple[int, int] = (0, 1),
 ) -> Preview:
     """Return the preview of a plan: its finished runs, and the estimated hours of the missing runs.
 
-    No data is prepared. If the data of a cell has not been prepared here, the cell's finished runs are recognised by
-    their recipes alone. `reproduce` trains these runs again if the text that it prepares differs from theirs.
+    No data is prepared: finished runs are recognised by their recipes. `reproduce` trains them again if the text that
+    it prepares differs from theirs.
 
     Args:
-        out, found: see `place_sweep`.
         pace: throughput of a run on the engine; None if unknown.
         jobs: number of concurrent runs; None if unknown.
-
-    Raises:
-        InputError: see `record_of` and `resolve`.
+        shard: number I of the shard of N, and N; only these runs are counted.
     """
-    data: dict[str, TokenDataset] = {}
-    for key, recipe in {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}.items():
-        with suppress(SinklabError):  # reported when the data is prepared
-            if (dataset := find_prepared(recipe.data)) is not None:
-                data[key] = dataset
-    known = {name: cell for name, cell in plan.cells.items() if data_key(cell.recipe) in data}
-    order = tuple((name, seed) for name, seed in plan.order if name in known)
-    placed = place_sweep(SweepPlan(known, order), data, out, found)
-    done = {run.hash for run in placed.runs if record_of(run.directory, run.hash) is not None}
-    ended = {pair for pair, run_hash in placed.hashes.items() if run_hash in done}
-    unknown = {(name, seed): _key(plan.cells[name].recipe, seed) for name, seed in plan.order if name not in known}
-    if unknown:  # while a run extends a shorter run, its directory has the record of the shorter run
-        recorded = {_key(recipe, record.seed) for record, recipe in _read_runs(found.values()) if record.hash in found}
-        ended |= {pair for pair, key in unknown.items() if key in recorded}
-    same_runs = {name: cell.recipe.model_dump_json(exclude={"name"}) for name, cell in plan.cells.items()}
+    recorded = {_key(recipe, record.seed) for record, recipe in finished}
+    keys = {(name, seed): _key(plan.cells[name].recipe, seed) for name, seed in plan.order}
+    runs = list(dict.fromkeys(keys.values()))[shard[0] :: shard[1]]
+    missing = [key for key in runs if key not in recorded]
+    same = {name: cell.recipe.model_dump_json(exclude={"name"}) for name, cell in plan.cells.items()}
     first: dict[str, str] = {}
-    cells, left, runs = [], 0.0, {(same_runs[name], seed): name for name, seed in reversed(plan.order)}
-    missing = 0
+    cells, left = [], 0.0
     for name, cell in plan.cells.items():
-        missed = [seed for seed in cell.seeds if (name, seed) not in ended]
-        own = sum(runs[same_runs[name], seed] == name for seed in missed)
+        own = {keys[name, seed] for seed in cell.seeds}
         hours = None if pace is None else operations(cell.recipe) / pace.operations_per_second / 3600
-        missing, left = missing + own, left + own * (hours or 0.0)
-        same_as = first.setdefault(same_runs[name], name)
-        other, done_here = "" if same_as == name else same_as, len(cell.seeds) - len(missed)
-        cells.append(CellPreview(name, cell.change, len(cell.seeds), done_here, hours, other))
-    whole = None if pace is None or jobs is None else left / max(1, min(jobs, missing, jobs_here()))
-    estimated = "" if pace is None else f"{pace.said}{BY_RECIPE if ended & unknown.keys() else ''}"
-    return Preview(cells, len(runs), missing, engine, jobs, whole, estimated)
+        other = first.setdefault(same[name], name)
+        left += (hours or 0.0) * len(own & set(missing)) * (other == name)
+        done = len(own & recorded)
+        cells.append(CellPreview(name, cell.change, len(cell.seeds), done, hours, "" if other == name else other))
+    whole = None if pace is None or jobs is None else left / max(1, min(jobs, len(missing), jobs_here()))
+    return Preview(cells, len(runs), len(missing), engine, jobs, whole, pace.said if pace else "")
 
 
 def _key(recipe: Recipe, seed: int) -> str:
     """Return a key of a run, from recipe and seed; a recipe has the same key before and after `resolve`."""
-    auto = recipe.train.precision == "auto"
-    precision = resolved_precision("auto", pick_device(recipe.train.device)) if auto else recipe.train.precision
-    said = recipe.model_dump(
+    device = pick_device(recipe.train.device) if recipe.train.precision == "auto" else torch.device("cpu")
+    precision = resolved_precision(recipe.train.precision, device)
+    values = recipe.model_dump(
         mode="json", exclude={"name": True, "seed": True, "train": {*UNHASHED_TRAIN_KEYS, "precision"}}
     )
-    kept = {key: value for key, value in leaves(said).items() if not key.endswith(("vocab_size", "eos_id"))}
+    kept = {key: value for key, value in leaves(values).items() if not key.endswith(("vocab_size", "eos_id"))}
     return json.dumps([seed, precision, kept], sort_keys=True)
 
 
@@ -167,67 +160,46 @@ def operations(recipe: Recipe, like: Recipe | None = None) -> float:
     Args:
         like: recipe of a similar model, whose FLOPs per token are used to save time; default: `recipe`.
     """
-    train, metric = recipe.train, recipe.metric
-    of_sequence = (
-        _of_sequence(recipe) if like is None else _of_sequence(like) * recipe.model.context / like.model.context
-    )
+    train, metric, like = recipe.train, recipe.metric, like or recipe
+    of_sequence = _of_model(_sized(like).model_dump_json()) * recipe.model.context / like.model.context
     evaluations = train.steps // train.eval_every + 1 + (train.steps % train.eval_every > 0)
     measured = metric.sequences * metric.length / recipe.model.context
     forward = evaluations * (max(train.eval_sequences, metric.sequences) + 2 * measured) + 2 * measured
     return of_sequence * (train.steps * train.batch_size + forward / FORWARD_AND_BACKWARD)
 
 
-def pace_here(base: Recipe, threads: int, finished: Iterable[Path] = ()) -> Pace:
-    """Return the estimated throughput of one run of a base recipe on its share of this machine.
+def pace_of_runs(finished: Finished) -> Pace | None:
+    """Return the median training throughput of finished runs, also of other machines; None if there are none."""
+    found = [
+        _of_model(_sized(recipe).model_dump_json()) * recipe.train.steps * recipe.train.batch_size / record.seconds
+        for record, recipe in finished
+        if record.status == "done" and record.seconds
+    ]
+    return Pace(median(found), BY_RUNS) if found else None
 
-    Args:
-        threads: number of PyTorch's CPU threads of a run.
-        finished: run directories; if any run has finished, the throughput of finished runs is used (`pace_of_runs`).
+
+def pace_here(base: Recipe, threads: int) -> Pace:
+    """Return the estimated throughput of one run of a base recipe with this number of CPU threads on this machine.
 
     Raises:
         InputError: if the device of the recipe is not usable on this machine.
     """
-    if found := pace_of_runs(finished):
-        return found
     device = pick_device(base.train.device)
     dtype = torch.bfloat16 if resolved_precision(base.train.precision, device) == "bf16" else torch.float32
-    update = _of_sequence(base) * base.train.batch_size
+    update = _of_model(_sized(base).model_dump_json()) * base.train.batch_size
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         of_products = _flops_of_products(device, dtype, threads)
         if update / of_products > LONGEST_UPDATE_S:
-            return Pace(of_products, SOURCES["products"])
-        return Pace(update / _seconds_of_update(base, device, dtype == torch.bfloat16), SOURCES["updates"])
+            return Pace(of_products, BY_PRODUCTS)
+        return Pace(update / _seconds_of_update(base, device, dtype == torch.bfloat16), BY_UPDATES)
     finally:
         torch.set_num_threads(before)
 
 
-def pace_of_runs(directories: Iterable[Path]) -> Pace | None:
-    """Return the median training throughput of the finished runs among run directories; None if there are none.
-
-    Runs that cannot be read are skipped. Runs that were trained on other machines are included.
-    """
-    found = [
-        _of_sequence(recipe) * recipe.train.steps * recipe.train.batch_size / record.seconds
-        for record, recipe in _read_runs(directories)
-        if record.status == "done" and record.seconds
-    ]
-    return Pace(median(found), SOURCES["runs"]) if found else None
-
-
-def _read_runs(directories: Iterable[Path]) -> Iterator[tuple[RunRecord, Recipe]]:
-    """Yield record and recipe of the runs that have a record; runs that cannot be read are skipped."""
-    for directory in directories:
-        try:
-            record, recipe = read_record(directory), load_recipe(str(directory / "recipe.yaml"))
-        except SinklabError:
-            continue
-        if record is not None:
-            yield record, recipe
-
-
 def _sized(recipe: Recipe) -> ModelConfig:
+    """Return the model's config with its vocabulary size; `UNKNOWN_VOCABULARY` if it is unknown."""
     try:
         known = recipe.model.vocab_size or known_vocabulary(recipe.data)
     except SinklabError:  # a damaged data.json is reported when the data is prepared
@@ -235,16 +207,9 @@ def _sized(recipe: Recipe) -> ModelConfig:
     return recipe.model.model_copy(update={"vocab_size": known or UNKNOWN_VOCABULARY})
 
 
-def _of_sequence(recipe: Recipe) -> int:
-    """Return the FLOPs of one training sequence (forward and backward pass).
-
-    An unknown vocabulary size is assumed to be `UNKNOWN_VOCABULARY`.
-    """
-    return _of_model(_sized(recipe).model_dump_json())
-
-
-@lru_cache(maxsize=4096)
+@cache
 def _of_model(config: str) -> int:
+    """Return the FLOPs of one training sequence (forward and backward pass)."""
     return model_flops(ModelConfig.model_validate_json(config)).total
 
 
@@ -260,13 +225,12 @@ def _seconds_of_update(base: Recipe, device: torch.device, bf16: bool) -> float:
     config, train = _sized(base), base.train
     model = Transformer(config, base.seed).to(device)
     optimizer = build_optimizer(model, base.optim)
-    generator = torch.Generator().manual_seed(0)
     shape = (train.micro_batch or train.batch_size, config.context + 1)
+    generator = torch.Generator().manual_seed(0)
     tokens_BT = torch.randint(config.vocab_size or 1, shape, generator=generator).to(device)
-    parts = train.batch_size // len(tokens_BT)
 
     def update() -> None:
-        for _ in range(parts):
+        for _ in range(train.batch_size // len(tokens_BT)):
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
                 loss = model.loss(tokens_BT)
             loss.backward()
@@ -277,10 +241,7 @@ def _seconds_of_update(base: Recipe, device: torch.device, bf16: bool) -> float:
 
 
 def _seconds_each(work: Callable[[], object], limit: float, device: torch.device) -> float:
-    """Return the median duration of a call of `work` in seconds.
-
-    After a warm-up call, `work` is called until the calls have taken `limit` seconds in total.
-    """
+    """Return the median duration of a call of `work` in seconds, over calls of `limit` seconds after a first one."""
     work()
     taken: list[float] = []
     while sum(taken) < limit or not taken:

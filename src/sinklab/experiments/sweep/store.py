@@ -4,21 +4,22 @@ A manifest records an experiment and the hashes of its runs. Runs are found by h
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
+from sinklab.assessing.parts import PartName
 from sinklab.errors import InputError
-from sinklab.experiments.claims import Scale, quantities_of
+from sinklab.experiments.claims import Scale
 from sinklab.experiments.definition import ONLY_MEASURED, Experiment
 from sinklab.experiments.documents import RECORD, CellRun, Summary, edited, record_of
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.results import NO_METRICS, CellResults, NoMetricsError, named_values, read_numbers
 from sinklab.experiments.summary import at_scale, summarise
-from sinklab.experiments.sweep.plan import ExperimentRequest, PlannedSweep
+from sinklab.experiments.sweep.plan import SweepPlan
 from sinklab.files import folders_with, read_document, write_json
 from sinklab.schema import ReadDocument, VersionedDocument
 from sinklab.train.directory.environment import ENVIRONMENT, recorded_hash
@@ -86,16 +87,16 @@ class SweepManifest(VersionedDocument):
         write_json(path, {**document, "experiment": experiment})
 
 
-def manifest_of(request: ExperimentRequest, sweep: PlannedSweep, overlay: Mapping[str, Any]) -> SweepManifest:
-    """Return the manifest of one experiment of a planned sweep; `overlay` is that of `plan_sweep`."""
+def manifest_of(
+    experiment: Experiment, scale: Scale, seeds: int | None, overlay: Mapping[str, Any], plan: SweepPlan
+) -> SweepManifest:
+    """Return the manifest of one experiment of a placed plan; arguments as in `plan_sweep`."""
+    own = experiment.seeds_of(scale, seeds)
     cells = {
-        name: ManifestCell(
-            change=dict(sweep.plan.cells[name].change),
-            hashes={seed: sweep.hashes[name, seed] for seed in request.own_seeds},
-        )
-        for name in request.experiment.cells_at(request.scale)
+        name: ManifestCell(change=dict(plan.cells[name].change), hashes={seed: plan.hashes[name, seed] for seed in own})
+        for name in experiment.cells_at(scale)
     }
-    return SweepManifest(experiment=request.experiment, scale=request.scale, overlay=dict(overlay), cells=cells)
+    return SweepManifest(experiment=experiment, scale=scale, overlay=dict(overlay), cells=cells)
 
 
 def read_manifests(out: Path) -> dict[str, SweepManifest]:
@@ -215,7 +216,7 @@ def summary_of(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:
 
 def _quantities(one: SweepManifest) -> Iterator[str]:
     yield from one.experiment.columns
-    yield from (name for claim in one.experiment.claims if claim.check for name in quantities_of(claim.check))
+    yield from (name for claim in one.experiment.claims if claim.check for name in claim.check.quantities)
 
 
 def _read(
@@ -238,98 +239,54 @@ def _read(
 
 
 @dataclass(frozen=True)
-class AssessmentRequest:
-    """A finished run whose assessment on the validation text lacks parts that its experiments request, or is missing.
+class FollowUp:
+    """A finished run that its experiments want assessed (`assess`) or fine-tuned (`tune`).
 
     Attributes:
-        doing, done: verb forms for progress messages.
         name: display name, from cell and seed.
-        parts: names of all parts that the run's experiments request, also of those that it has.
-        document: path of the run's assessment.json.
+        document: path of the run's assessment.json, or of the fine-tuning's sft.json.
+        parts: names of all parts of the assessment; empty for a fine-tuning.
+        tune: settings of the fine-tuning; None for an assessment.
     """
-
-    doing: ClassVar = "assessing"
-    done: ClassVar = "assessed"
 
     name: str
     directory: Path
-    parts: Sequence[str]
-
-    @property
-    def document(self) -> Path:
-        return self.directory / ASSESSMENT
-
-
-def assessment_requests(manifests: Iterable[SweepManifest], out: Path) -> list[AssessmentRequest]:
-    """Return the finished runs in and below a directory whose assessment lacks parts that their experiments request.
-
-    Raises:
-        InputError: if a record or an assessment cannot be read or is damaged.
-        SinklabError: see `found_runs`.
-    """
-    wanted, names = dict[Path, dict[str, None]](), dict[Path, str]()
-    for experiment, name, directory in _finished([one for one in manifests if one.experiment.assess], out):
-        names.setdefault(directory, name)
-        wanted.setdefault(directory, {}).update(dict.fromkeys(experiment.assess))
-    return [AssessmentRequest(names[one], one, tuple(parts)) for one, parts in wanted.items() if _lacks(one, parts)]
-
-
-@dataclass(frozen=True)
-class TuningRequest:
-    """A request to fine-tune a finished run.
-
-    Attributes:
-        doing, done: verb forms for progress messages.
-        name: display name, from cell and seed.
-        document: path of the fine-tuning's sft.json.
-    """
-
-    doing: ClassVar = "tuning"
-    done: ClassVar = "tuned"
-
-    name: str
-    directory: Path
-    options: TuneOptions
-
-    @property
-    def document(self) -> Path:
-        return tuned_beside(self.directory) / SFT
+    document: Path
+    parts: tuple[PartName, ...] = ()
+    tune: TuneOptions | None = None
 
     @property
     def is_finished(self) -> bool:
-        """True if the run has been fine-tuned and the tuned model evaluated; see `load_tuning` for errors."""
-        return self.document.is_file() and load_tuning(self.document).chat is not None
+        """True if the document has all parts or the evaluation of the tuned model; InputError if it is damaged."""
+        if not self.document.is_file():
+            return False
+        if self.tune is not None:
+            return load_tuning(self.document).chat is not None
+        found = load_assessment(self.document)
+        return found.on_held_out and all(part in found.results or part in found.skipped for part in self.parts)
 
 
-def tuning_requests(manifests: Iterable[SweepManifest], out: Path) -> list[TuningRequest]:
-    """Return a request for each finished run in and below `out` of an experiment with `tune`, also for tuned runs.
+def follow_ups(manifests: Iterable[SweepManifest], out: Path) -> list[FollowUp]:
+    """Return the assessments and fine-tunings of the finished runs in and below a directory, finished or not.
 
     Raises:
         InputError: if a record cannot be read or is damaged.
-        SinklabError: see `found_runs`.
+        SinklabError: if an env.json is damaged.
     """
-    tuned = [one for one in manifests if one.experiment.tune is not None]
-    requests = {
-        directory: TuningRequest(name, directory, experiment.tune)
-        for experiment, name, directory in _finished(tuned, out)
-        if experiment.tune is not None
-    }
-    return list(requests.values())
-
-
-def _finished(manifests: Iterable[SweepManifest], out: Path) -> Iterator[tuple[Experiment, str, Path]]:
-    """Yield experiment, display name and directory of all finished runs in and below a directory."""
-    found = found_runs(out)
-    for one in manifests:
-        for name, seed, run_hash in one.runs():
-            record = record_of(found[run_hash], run_hash) if run_hash in found else None
-            if record is not None and record.status == "done":
-                yield one.experiment, f"{name} seed {seed}", found[run_hash]
-
-
-def _lacks(directory: Path, parts: Iterable[str]) -> bool:
-    path = directory / ASSESSMENT
-    if not path.is_file():
-        return True
-    found = load_assessment(path)
-    return not found.on_held_out or any(part not in found.results and part not in found.skipped for part in parts)
+    wanted = [one for one in manifests if one.experiment.assess or one.experiment.tune is not None]
+    runs, found = found_runs(out) if wanted else {}, dict[Path, FollowUp]()
+    for one in wanted:
+        for cell, seed, run_hash in one.runs():
+            record = record_of(runs[run_hash], run_hash) if run_hash in runs else None
+            if record is None or record.status != "done":
+                continue
+            name, directory = f"{cell} seed {seed}", runs[run_hash]
+            if one.experiment.assess:
+                path = directory / ASSESSMENT
+                before = found.get(path, FollowUp(name, directory, path))
+                parts = tuple(dict.fromkeys([*before.parts, *one.experiment.assess]))
+                found[path] = replace(before, parts=parts)
+            if one.experiment.tune is not None:
+                path = tuned_beside(directory) / SFT
+                found.setdefault(path, FollowUp(name, directory, path, tune=one.experiment.tune))
+    return sorted(found.values(), key=lambda one: one.tune is not None)

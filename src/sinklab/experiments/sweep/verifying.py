@@ -7,7 +7,7 @@ changed consistently pass all checks except the retraining of these runs.
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.experiments.definition import SCALE_NOTES
-from sinklab.experiments.documents import SUMMARY, JudgedClaim, Summary, edited, read_record
+from sinklab.experiments.documents import SUMMARY, Summary, edited, read_record
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.sweep.engine import PlannedRun
 from sinklab.experiments.sweep.packed import CHECKSUMS, METRICS, read_checksums, unpack
@@ -29,7 +29,7 @@ from sinklab.outputs import RECIPE
 from sinklab.schema import leaves
 from sinklab.tables import number_text, plural
 from sinklab.train.directory.environment import read_environment
-from sinklab.train.directory.history import Evaluation, read_history
+from sinklab.train.directory.history import read_history
 from sinklab.train.directory.run import recipe_and_data
 from sinklab.train.recipe import load_recipe
 
@@ -39,7 +39,7 @@ BEGUN = "begun"
 SAME_NUMBERS = ("processor", "device", "torch", "python", "threads", "compiles_loss")
 """Keys of env.json; if all are equal for a run and its repetition, their metrics must be equal bit for bit."""
 
-FROM_SHIPPED_FILES = {"finds", "elsewhere"}
+FROM_SHIPPED_FILES = ("finds", "elsewhere")
 """Fields of a claim in summary.json that are computed from files shipped with sinklab, such as pilots.json."""
 
 NOT_RETRAINED = "changes of metrics with consistent checksums and summary are only found by --retrain"
@@ -116,20 +116,18 @@ def verify_packed(
 def _check_files(top: Path) -> Verified:
     expected = read_checksums(top)
     there = {path.relative_to(top).as_posix() for path in top.rglob("*") if path.is_file()} - {CHECKSUMS}
-    changed, unreadable = [], []
-    for name in sorted(expected.keys() & there):
+    check = Verified("checksums of files", len(expected))
+    for name in sorted(expected.keys() | there):
         try:
-            if sha256_of(top / name) != expected[name]:
-                changed.append(name)
+            if name not in there:
+                check.problems.append(f"{name} is missing")
+            elif name not in expected:
+                check.problems.append(f"{name} is not in {CHECKSUMS}")
+            elif sha256_of(top / name) != expected[name]:
+                check.problems.append(f"{name} differs from the packed file")
         except OSError as error:
-            unreadable.append(f"{name} cannot be read: {error.strerror}")
-    problems = [
-        *unreadable,
-        *(f"{name} is missing" for name in sorted(expected.keys() - there)),
-        *(f"{name} is not in {CHECKSUMS}" for name in sorted(there - expected.keys())),
-        *(f"{name} differs from the packed file" for name in changed),
-    ]
-    return Verified("checksums of files", len(expected), problems)
+            check.problems.append(f"{name} cannot be read: {error.strerror}")
+    return check
 
 
 def _check_runs(runs: dict[str, Path], manifests: Iterable[SweepManifest]) -> Verified:
@@ -181,60 +179,40 @@ def _check_summary(top: Path, files: Path) -> Verified:
     order = [name for name in before.experiments if name in manifests]
     now = summary_of({name: manifests[name] for name in [*order, *manifests]}, files)
     check.checked = len(before.claims)
-    check.problems += _claim_problems(before.claims, now.claims)
-    old, new = (_document(one) for one in (before, now))
-    for name in old["cells"].keys() | new["cells"].keys():
-        for path, there, here in _differences(old["cells"].get(name), new["cells"].get(name)):
-            check.problems.append(
-                f"cell {name}: the numbers in {SUMMARY} and those computed from its runs differ ({path or name} is "
-                f"{_shortened(there)}, and {_shortened(here)} from its runs)"
-            )
-            break
-    for key in old.keys() - {"cells", "claims"}:
-        for path, there, here in _differences(old[key], new[key], key):
+    (old, old_texts), (new, new_texts) = _comparable(before), _comparable(now)
+    for owner in {**old, **new}:
+        if found := next(_differences(old.get(owner), new.get(owner), owner), None):
+            path, there, here = found
             check.problems.append(
                 f"{path} is {_shortened(there)} in {SUMMARY}, and {_shortened(here)} when computed from its runs"
             )
-    if shipped := [path for path, *_ in _differences(_shipped(before), _shipped(now))]:
+    if found := next(_differences(old_texts, new_texts), None):
         check.notes.append(
             f"not verified: texts in {SUMMARY} that another version of sinklab has added from its own files, the first "
-            f"{shipped[0]}"
+            f"in {found[0]}"
         )
     return check
 
 
-def _claim_problems(before: Sequence[JudgedClaim], now: Sequence[JudgedClaim]) -> Iterator[str]:
-    judged = {(one.experiment, one.id): one for one in now}
-    for claim in before:
-        again = judged.pop((claim.experiment, claim.id), None)
-        if again is None:
-            yield f"{claim.experiment}.{claim.id} is not a claim of any experiment in asked/, or is listed twice"
-        elif different := [
-            key
-            for key, value in claim.model_dump(exclude=FROM_SHIPPED_FILES).items()
-            if any(_differences(value, again.model_dump()[key]))
-        ]:
-            shown = {"verdict", "evidence"} & set(different)
-            here, there = (f"{one.verdict} ({one.evidence})" if shown else one.verdict for one in (claim, again))
-            yield (
-                f"{claim.experiment}.{claim.id} is {here} in {SUMMARY}, and {there} when judged from its runs; "
-                f"different: {', '.join(different)}"
-            )
-    yield from (f"{one}.{name} is missing in {SUMMARY}" for one, name in judged)
+def _comparable(summary: Summary) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the content of summary.json by owner, such as a cell or a claim, and the texts from sinklab's own files.
 
-
-def _document(summary: Summary) -> dict[str, Any]:
-    """Return the content of summary.json without the notes on scales, which are texts of sinklab."""
-    found = summary.model_dump()
-    for one in found["experiments"].values():
-        one["adapted"] = [text for text in one["adapted"] if text not in SCALE_NOTES.values()]
-    return found
-
-
-def _shipped(summary: Summary) -> dict[str, Any]:
-    """Return the texts in summary.json that are not computed from runs and manifests, by the name of their owner."""
-    claims = {f"{one.experiment}.{one.id}": one.model_dump(include=FROM_SHIPPED_FILES) for one in summary.claims}
-    return {**claims, **{name: {"adapted": one.adapted} for name, one in summary.experiments.items()}}
+    A repeated claim has a name of its own, and is therefore missing in the other summary.
+    """
+    found, texts = summary.model_dump(), dict[str, Any]()
+    owners = {key: value for key, value in found.items() if key not in ("cells", "claims", "experiments")}
+    for name, cell in found["cells"].items():
+        owners[f"cells.{name}"] = cell
+    for name, experiment in found["experiments"].items():
+        texts[name] = [text for text in experiment["adapted"] if text in SCALE_NOTES.values()]
+        experiment["adapted"] = [text for text in experiment["adapted"] if text not in SCALE_NOTES.values()]
+        owners[f"experiments.{name}"] = experiment
+    for claim in found["claims"]:
+        name = f"claims.{claim['experiment']}.{claim['id']}"
+        name += " (repeated)" * (name in owners)
+        texts[name] = [claim.pop(key) for key in FROM_SHIPPED_FILES]
+        owners[name] = claim
+    return owners, texts
 
 
 def _differences(there: object, here: object, path: str = "") -> Iterator[tuple[str, object, object]]:
@@ -283,44 +261,36 @@ def _train_again(directory: Path, again: Path) -> tuple[list[str], str]:
     threads = torch.get_num_threads()
     torch.set_num_threads(before.get("threads") or threads)
     try:
-        text = (directory / "recipe.yaml").read_text(encoding="utf-8")
+        text = (directory / RECIPE).read_text(encoding="utf-8")
         planned = PlannedRun(directory.name, text, again, before["hash"])
         ended = train_cell(planned, None, lambda event: None, lambda: False)
     finally:
         torch.set_num_threads(threads)
     if ended.kind != "done":
         return [f"it ended as {ended.kind} ({ended.message})"], ""
-    old, new = read_history(directory / "metrics.jsonl"), read_history(again / "metrics.jsonl")
+    old, new = read_history(directory / METRICS), read_history(again / METRICS)
     here = read_environment(again)
     differing = [key for key in SAME_NUMBERS if before.get(key) != here.get(key)]
     if [one.step for one in old] != [one.step for one in new]:
         return ["it was evaluated at different steps"], ""
     if not differing:
-        return list(_different_bits(old, new)), "the same processor, device, versions and threads, compared bit for bit"
-    said = ", ".join(f"{key} {before.get(key)} there and {here.get(key)} here" for key in differing)
-    there, here = (number_text(RunNumbers(recipe.seed, rows).value("sink_1"), ".2f") for rows in (old, new))
-    return list(_too_far_apart(old, new)), (
-        f"{said}: the first validation loss after step 0 may differ by {FIRST_LOSS:.1%}, the last by {LAST_LOSS:.0%}; "
-        f"Sink_1 is {here} % here and {there} % there, and may differ as between two seeds"
-    )
-
-
-def _different_bits(old: Sequence[Evaluation], new: Sequence[Evaluation]) -> Iterator[str]:
-    for before, after in zip(old, new, strict=True):
-        numbers, again = (
-            one.model_dump(exclude={"tokens_per_second", "mfu", "stall_share"}) for one in (before, after)
-        )
-        if keys := [key for key in numbers if numbers[key] != again[key]]:
-            yield f"step {before.step}: {', '.join(keys)} differ"
-            return
-
-
-def _too_far_apart(old: Sequence[Evaluation], new: Sequence[Evaluation]) -> Iterator[str]:
+        speed = {"tokens_per_second", "mfu", "stall_share"}
+        for one, other in zip(old, new, strict=True):
+            numbers, repeated = one.model_dump(exclude=speed), other.model_dump(exclude=speed)
+            if keys := [key for key in numbers if numbers[key] != repeated[key]]:
+                return [f"step {one.step}: {', '.join(keys)} differ"], "compared bit for bit"
+        return [], "the same processor, device, versions and threads, compared bit for bit"
+    problems = []
     for place, limit in ((1, FIRST_LOSS), (-1, LAST_LOSS)):
-        before, after = old[place], new[place]
-        there, here = before.valid_loss, after.valid_loss
-        if there is not None and here is not None and abs(here / there - 1) > limit:
-            yield f"step {before.step}: validation loss {here:.4f} here and {there:.4f} there"
+        packed, repeated = old[place].valid_loss, new[place].valid_loss
+        if packed is not None and repeated is not None and abs(repeated / packed - 1) > limit:
+            problems.append(f"step {old[place].step}: validation loss {repeated:.4f} here and {packed:.4f} there")
+    said = ", ".join(f"{key} {before.get(key)} there and {here.get(key)} here" for key in differing)
+    there, now = (number_text(RunNumbers(recipe.seed, rows).value("sink_1"), ".2f") for rows in (old, new))
+    return problems, (
+        f"{said}: the first validation loss after step 0 may differ by {FIRST_LOSS:.1%}, the last by {LAST_LOSS:.0%}; "
+        f"Sink_1 is {now} % here and {there} % there, and may differ as between two seeds"
+    )
 
 
 def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) -> Verified:
@@ -338,7 +308,7 @@ def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) ->
         SinklabError: if an env.json cannot be read or is damaged.
     """
     check = Verified("claims stated before their runs")
-    last, begun = datetime.now(UTC).date() + timedelta(days=1), dict[str, str]()
+    last, begun, undated = datetime.now(UTC).date() + timedelta(days=1), dict[str, str](), 0
     for run_hash, folder in runs.items():
         if (text := read_environment(folder).get(BEGUN)) is None:
             continue
@@ -346,32 +316,27 @@ def check_dates(manifests: Iterable[SweepManifest], runs: Mapping[str, Path]) ->
             check.problems.append(f"{folder.name} began on {text!r}, which is {why}")
         else:
             begun[run_hash] = text[:10]
-    undated = 0
     for one in manifests:
         for claim in one.experiment.claims_at(one.scale):
-            stated = claim.stated or one.experiment.stated
+            name, stated = f"{one.experiment.id}.{claim.id}", claim.stated or one.experiment.stated
             hashes = {run for cell in claim.cells if cell in one.cells for run in one.cells[cell].hashes.values()}
-            days = [begun[run] for run in hashes if run in begun]
+            days = sorted(begun[run] for run in hashes if run in begun)
             for key, day in (("stated", stated and stated.isoformat()), ("changed", claim.changed)):
                 if day and (why := _is_no_day(day[:10], last)):
-                    check.problems.append(f"{one.experiment.id}.{claim.id} was {key} on {day[:10]}, which is {why}")
+                    check.problems.append(f"{name} was {key} on {day[:10]}, which is {why}")
             if stated is None or claim.same_as:
                 continue
             undated += any(run in runs and run not in begun for run in hashes)
-            if not days:
-                continue
-            check.checked += 1
-            earlier = sorted(day for day in days if day < stated.isoformat())
-            if earlier:
+            check.checked += bool(days)
+            if earlier := [day for day in days if day < stated.isoformat()]:
                 found = check.notes if (claim.evidence or one.experiment.evidence) == "exploratory" else check.problems
                 found.append(
-                    f"{one.experiment.id}.{claim.id} was stated on {stated}, and {plural(len(earlier), 'run')} of its "
-                    f"cells began before, the first on {earlier[0]}"
+                    f"{name} was stated on {stated}, and {plural(len(earlier), 'run')} of its cells began before, the "
+                    f"first on {earlier[0]}"
                 )
-            if claim.changed and claim.changed[:10] > min(days):
+            if days and claim.changed and claim.changed[:10] > days[0]:
                 check.notes.append(
-                    f"{one.experiment.id}.{claim.id} was changed on {claim.changed[:10]}, and the first run of its "
-                    f"cells began on {min(days)}"
+                    f"{name} was changed on {claim.changed[:10]}, and the first run of its cells began on {days[0]}"
                 )
     if undated:
         check.notes.append(f"not checked: runs without a start time, in the cells of {plural(undated, 'claim')}")

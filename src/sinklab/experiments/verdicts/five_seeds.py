@@ -12,8 +12,7 @@ from typing import Any
 
 from pydantic import Field
 
-from sinklab.experiments.claims import Alike, All, Check, Differs, Equal, Monotone, Within
-from sinklab.experiments.documents import JudgedClaim
+from sinklab.experiments.claims import All, Check, Differs, Equal, Monotone, Within
 from sinklab.experiments.quantities import quantity
 from sinklab.experiments.verdicts.wording import step_unit
 from sinklab.files import parse_json
@@ -63,11 +62,11 @@ def detectable(check: Check, scale: str) -> str:
     """Return a sentence with the smallest effect that five seeds detect with 80 % power, for the kind of a check.
 
     For `all`, the sentences of its checks are joined. The sentence is empty for checks other than `within`, `greater`,
-    `less`, `equal`, `alike`, `rising` and `falling`, and if the scale has no pilot runs of the quantity.
+    `less`, `equal`, `rising` and `falling`, and if the scale has no pilot runs of the quantity.
     """
     if isinstance(check, All):
         return " ".join(dict.fromkeys(said for part in check.of if (said := detectable(part, scale))))
-    if not isinstance(check, Within | Differs | Equal | Alike | Monotone):
+    if not isinstance(check, Within | Differs | Equal | Monotone):
         return ""
     found = shipped_pilots().scales.get(scale, {}).get(check.value)
     if found is None:
@@ -79,7 +78,7 @@ def detectable(check: Check, scale: str) -> str:
 
     if isinstance(check, Within):
         return f"Five seeds detect a value {size(ONE_CELL, found.sd)} beyond the bound with 80 % power."
-    if isinstance(check, Equal | Alike):
+    if isinstance(check, Equal):
         sd = found.sd * sqrt(2) if found.sd_of_difference is None else found.sd_of_difference
         return f"Five seeds confirm equality within a margin of {size(MARGIN, sd)} with 80 % power."
     said = f"Five seeds detect a difference of {size(TWO_CELLS, found.sd)} between two cells with 80 % power"
@@ -108,11 +107,10 @@ def shipped_verdicts() -> Committed:
     return Committed.model_validate(_shipped(COMMITTED))
 
 
-def verdict_of_five(claim: JudgedClaim) -> str:
-    """Return an earlier verdict on a claim about trained cells that has none, with evidence; empty without one."""
-    known = shipped_verdicts().scales.get(claim.scale, {})
-    found = known.get(claim.same_as or f"{claim.experiment}.{claim.id}")
-    if found is None or claim.verdict != "no verdict" or claim.replicate != "seed":
+def verdict_of_five(scale: str, claim: str) -> str:
+    """Return an earlier verdict on a claim (EXPERIMENT.CLAIM) at a scale, with evidence; empty without one."""
+    found = shipped_verdicts().scales.get(scale, {}).get(claim)
+    if found is None:
         return ""
     return f"An earlier sweep with {found.seeds} seeds had the verdict {found.verdict}. {found.evidence}"
 

@@ -1,11 +1,15 @@
-"""Format numbers for the evidence of a claim. `noun` is the unit of replication: seed, draw or model."""
+"""The evidence of a claim in sentences. `noun` is the unit of replication: seed, draw or model."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from sinklab.experiments import claims
 from sinklab.experiments.documents import ReplicateKind
-from sinklab.experiments.quantities import Quantity
-from sinklab.experiments.verdicts.counts import middle_and_ends
+from sinklab.experiments.quantities import Quantity, quantity
+from sinklab.experiments.verdicts.counts import FEWEST, middle_and_ends, pairs_against, share_interval
+from sinklab.experiments.verdicts.kinds import Finding, UnmeasuredError, apart, moved
+from sinklab.measuring.statistics.highest import NO_SINK
+from sinklab.tables import plural
 
 
 def number(value: float, of: Quantity) -> str:
@@ -34,6 +38,24 @@ def each_seed(cell: str, values: Iterable[float], of: Quantity) -> str:
     return f"{cell} {', '.join(number(value, of) for value in values)}{unit(of)}"
 
 
+def values_text(values: Mapping[str, Mapping[int, float]], name: str, noun: ReplicateKind) -> str:
+    """Return a sentence with the values of all seeds by cell: `Sink_1 by seed: softmax 12.1, 15.3, 9.8 %.`"""
+    of = quantity(name)
+    return f"{of.label} by {noun}: {'; '.join(each_seed(cell, one.values(), of) for cell, one in values.items())}."
+
+
+def counted(held: Sequence[bool], noun: ReplicateKind) -> str:
+    """Format the number of seeds at which a statement holds: `5 of 5 seeds (95 % CI: 48 to 100 % of all seeds)`.
+
+    With fewer than FEWEST seeds, the interval is left out: `3 of 3 seeds`.
+    """
+    kept, n = sum(held), len(held)
+    if n < FEWEST:
+        return f"{kept} of {plural(n, noun)}"
+    low, high = share_interval(kept, n)
+    return f"{kept} of {n} {noun}s (95 % CI: {100 * low:.0f} to {100 * high:.0f} % of all {noun}s)"
+
+
 def difference(values: Sequence[float], of: Quantity, noun: ReplicateKind, what: str = "") -> str:
     """Return a sentence with the median of differences and, for several, their range (`middle_and_ends`).
 
@@ -53,8 +75,106 @@ def difference(values: Sequence[float], of: Quantity, noun: ReplicateKind, what:
     return f"{text}." if len(known) == 1 else f"{text} [{low}, {high}]."
 
 
-def bounds(at_least: float | None, at_most: float | None, of: Quantity) -> str:
+def bounds(check: claims.Within | claims.Differs, of: Quantity) -> str:
     """Format one or two bounds on a quantity: `at least 10 %`, `at least 10 and at most 20 %`."""
-    said = [f"at least {at_least:g}"] if at_least is not None else []
-    said += [f"at most {at_most:g}"] if at_most is not None else []
-    return f"{' and '.join(said)}{unit(of)}"
+    parts = [f"at least {check.at_least:g}"] if check.at_least is not None else []
+    parts += [f"at most {check.at_most:g}"] if check.at_most is not None else []
+    return f"{' and '.join(parts)}{unit(of)}"
+
+
+def unmeasured(error: UnmeasuredError, noun: ReplicateKind) -> str:
+    """Return a sentence on the values that are missing."""
+    if not error.cells:
+        return f"{values_text(error.values, error.name, noun)} No {noun} has values of all cells."
+    when = f" at step {error.at_step:,}" if error.at_step else ""
+    return f"{quantity(error.name).label}{when} was not measured in {' and '.join(error.cells)}."
+
+
+def evidence(check: claims.SingleCheck, found: Finding, noun: ReplicateKind) -> str:
+    """Return the sentences on what was found for a check."""
+    values = found.values
+    count = counted(found.held[0], noun) if found.held else ""
+    match check:
+        case claims.Within():
+            limits = bounds(check, quantity(check.value))
+            return f"{values_text(values, check.value, noun)} The value is {limits} at {count}."
+        case claims.SinkAbsent():
+            return f"{values_text(values, check.value, noun)} {_below(check, found, noun)}"
+        case claims.Differs():
+            return _differs(check, found, noun)
+        case claims.Equal():
+            return _equal(check, found, noun)
+        case claims.Monotone():
+            sign = "positive" if check.kind == "rising" else "negative"
+            text = f"The slope over the cells in this order is {sign} at {count}."
+            text = f"{values_text(values, check.value, noun)} {text}"
+            if not found.opposite:
+                return text
+            steps = " and ".join(f"{one} to {other}" for one, other in found.opposite)
+            return f"{text} From {steps}, the values change in the opposite direction without overlap of the {noun}s."
+        case claims.PeakAt():
+            ahead, large = (counted(held, noun) for held in found.held)
+            return (
+                f"{values_text(values, f'sink_{check.position}', noun)} The rate at position {check.position} is the "
+                f"highest of positions 1 to T / 2 at {ahead}, and at least {check.at_least:g} % at {large}."
+            )
+        case claims.Appears():
+            shown = " ".join(
+                f"At the last evaluation up to step {int(step):,}, {values_text({check.cell: rates}, 'sink_1', noun)}"
+                for step, rates in values.items()
+            )
+            when = "between these steps" if check.after is not None else "by this step"
+            return f"{shown} The rate reaches {check.rate:g} % {when} at {count}."
+        case claims.Precedes():
+            one, other = quantity(check.first), quantity(check.then)
+            both = zip(values[check.first].values(), values[check.then].values(), strict=True)
+            pairs = ", ".join(f"{number(first, one)} and {number(then, other)}" for first, then in both)
+            return (
+                f"Pairs of {check.first} and {check.then} of {check.cell} by {noun}: {pairs}{unit(other)}. "
+                f"{check.first} is smaller than {check.then} at {count}."
+            )
+        case claims.Diverges():
+            ended = "diverged" if check.kind == "diverges" else "did not diverge"
+            return f"Training of {check.cell} {ended} at {count}."
+
+
+def _below(check: claims.SinkAbsent | claims.Differs, found: Finding, noun: ReplicateKind) -> str:
+    each = " at each of the last three evaluations" if found.repeated else ""
+    return f"The rate of {check.cell} is below {NO_SINK:g} %{each} at {counted(found.held[-1], noun)}."
+
+
+def _differs(check: claims.Differs, found: Finding, noun: ReplicateKind) -> str:
+    of, cell, than = quantity(check.value), found.values[check.cell], found.values[check.than]
+    greater = check.kind == "greater"
+    a, b = list(cell.values()), list(than.values())
+    high, low = (a, b) if greater else (b, a)
+
+    def opposing(below: Sequence[float], more: str = "") -> str:
+        opposed = f"{check.cell} is not {'above' if greater else 'below'} {check.than}{more}"
+        return f"In {pairs_against(high, below)} of {len(a) * len(b)} pairs of {noun}s, {opposed}."
+
+    sentences = [
+        values_text(found.values, check.value, noun),
+        opposing(low),
+        difference([cell[seed] - than[seed] for seed in cell if seed in than], of, noun),
+    ]
+    if check.by is not None or check.times is not None:
+        size = f"{check.by:g}{step_unit(of)}" if check.by else f"a factor of {check.times:g}"
+        sentences.append(opposing(moved(check, low), f" by more than {size}"))
+    if check.at_least is not None or check.at_most is not None:
+        count = counted(found.held[0], noun)
+        sentences.append(f"The value of {check.cell} is {bounds(check, of)} at {count}.")
+    if check.absent:
+        sentences.append(_below(check, found, noun))
+    return " ".join(sentences)
+
+
+def _equal(check: claims.Equal, found: Finding, noun: ReplicateKind) -> str:
+    of, each = quantity(check.value), values_text(found.values, check.value, noun)
+    differences = apart(check, found.values)
+    farthest = max(differences, key=lambda cell: max(abs(d) for d in differences[cell]))
+    margin = f"at most {check.margin:g}{step_unit(of)} in magnitude at {counted(found.held[0], noun)}"
+    if len(differences) == 1:
+        return f"{each} {difference(differences[farthest], of, noun)} The difference is {margin}."
+    what = f"The cell with the largest difference from {check.reference} is {farthest}; its median difference"
+    return f"{each} {difference(differences[farthest], of, noun, what)} All differences are {margin}."

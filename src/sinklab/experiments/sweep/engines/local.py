@@ -9,8 +9,7 @@ import contextlib
 import multiprocessing as mp
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -43,14 +42,20 @@ def shares(jobs: int) -> list[MachineShare]:
 
     The cores are those on which this process may run. If there is at least one core per share, each share is pinned to
     its own cores and has one thread per core. Otherwise, and on systems without CPU affinity, shares are not pinned and
-    have max(1, cores // jobs) threads each. A share has at most OMP_NUM_THREADS threads, if this variable is set.
+    have max(1, cores // jobs) threads each. A share has at most OMP_NUM_THREADS threads, if this variable is set. With
+    two visible GPUs or more, each share has its own GPUs, or shares one if there are fewer GPUs than shares.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    said = os.environ.get("OMP_NUM_THREADS", "")
-    most = int(said) if said.isdecimal() and int(said) else cores_here()
-    mine = [frozenset(cores[job::jobs]) if jobs <= len(cores) else None for job in range(jobs)]
-    threads = [len(own) if own else max(1, cores_here() // jobs) for own in mine]
-    return [MachineShare(own, min(most, n), cards) for own, n, cards in zip(mine, threads, _cards(jobs), strict=True)]
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    most = int(limit) if limit.isdecimal() and int(limit) else cores_here()
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cards = given.split(",") if given else [str(number) for number in range(cards_here())]
+    found = []
+    for job in range(jobs):
+        own = frozenset(cores[job::jobs]) if jobs <= len(cores) else None
+        mine = ",".join(cards[job::jobs] or [cards[job % len(cards)]]) if given != "" and len(cards) > 1 else None
+        found.append(MachineShare(own, min(most, len(own) if own else max(1, cores_here() // jobs)), mine))
+    return found
 
 
 def cores_here() -> int:
@@ -63,21 +68,11 @@ def jobs_here() -> int:
     return cards_here() or cores_here()
 
 
-def jobs_for(runs: int, cores: int) -> int:
-    """Return the default number of concurrent runs: all runs if there are at most two per core, else one per core."""
-    return max(1, runs if runs <= 2 * cores else cores)
-
-
-def _cards(jobs: int) -> list[str | None]:
-    """Return the value of CUDA_VISIBLE_DEVICES for each share; all are None if fewer than two GPUs are visible.
-
-    If there are fewer GPUs than shares, several shares use the same GPU.
-    """
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = given.split(",") if given else [str(number) for number in range(cards_here())]
-    if given == "" or len(names) < 2:
-        return [None] * jobs
-    return [",".join(names[job::jobs] or [names[job % len(names)]]) for job in range(jobs)]
+def default_jobs(runs: int) -> int:
+    """Return the default number of concurrent runs: one per GPU; without a GPU, all if there are at most two per core,
+    else one per core."""
+    cores = cores_here()
+    return cards_here() or max(1, runs if runs <= 2 * cores else cores)
 
 
 def cards_here() -> int:
@@ -110,14 +105,22 @@ class LocalEngine:
         return len(self._free)
 
     def submit(self, runs: Sequence[PlannedRun]) -> None:
-        """Start a process for each run, on a free share of the machine."""
+        """Start a process for each run, on a free share of the machine.
+
+        A process inherits blocked stop signals until it unblocks them. A terminal sends SIGINT (Ctrl-C), and a cluster
+        SIGTERM, to all processes of a command, but only the parent should handle SIGINT, and the fork server must
+        survive both.
+        """
         for run in runs:
             share = self._free.pop(0)
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_train, args=(run, share, dict(os.environ), theirs), daemon=True)
             resource_tracker.ensure_running()  # starting it would end the block of signals
-            with _signals_held_back():
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+            try:
                 process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()  # so that the pipe closes when the process ends
             self._running[run.name] = _Running(process, share, ours)
 
@@ -126,20 +129,29 @@ class LocalEngine:
         ready = wait([one.pipe for one in self._running.values()], timeout) if self._running else []
         found: list[Event] = []
         for name, one in list(self._running.items()):
-            if one.pipe in ready:
-                events, has_ended = _received(one.pipe)
-                found += events
-                if has_ended:
-                    found += self._over(name, events)
+            if one.pipe not in ready:
+                continue
+            own: list[Event] = []
+            try:
+                while one.pipe.poll() and not (own and own[-1].is_last):
+                    own.append(one.pipe.recv())
+                closed = False
+            except (EOFError, OSError):
+                closed = True
+            found += own
+            if own and own[-1].is_last:
+                self._join(name)
+            elif closed:
+                found.append(Event(name, "failed", message=_death(self._join(name))))
         return found
 
-    def _over(self, name: str, said: Sequence[Event]) -> list[Event]:
-        """Wait for a process to exit and free its share; return a `failed` event if it sent no last event."""
+    def _join(self, name: str) -> int | None:
+        """Wait for a process to exit, free its share, and return its exit code."""
         one = self._running.pop(name)
         one.pipe.close()  # first: a process that waits for space in the pipe would never exit
         one.process.join()
         self._free.append(one.share)
-        return [] if any(event.is_last for event in said) else [Event(name, "failed", message=_death(one.process))]
+        return one.process.exitcode
 
     def processes(self) -> list[int]:
         """Return the ids of the training processes."""
@@ -155,38 +167,10 @@ class LocalEngine:
         """Request that the remaining training processes save and stop, and wait until they have exited."""
         self.stop()
         for name in list(self._running):
-            self._over(name, ())
+            self._join(name)
 
 
-def _received(pipe: Connection) -> tuple[list[Event], bool]:
-    """Return the events in a pipe, and whether the run has ended: its last event is among them, or the pipe closed."""
-    found: list[Event] = []
-    try:
-        while pipe.poll():
-            found.append(pipe.recv())
-            if found[-1].is_last:
-                return found, True
-    except (EOFError, OSError):
-        return found, True
-    return found, False
-
-
-@contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """Block the stop signals in the `with` block; processes started there inherit the mask until they unblock them.
-
-    A terminal sends SIGINT (Ctrl-C), and a cluster SIGTERM, to all processes of a command, but only the parent should
-    handle SIGINT, and the fork server must survive both.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _death(process: BaseProcess) -> str:
-    code = process.exitcode
+def _death(code: int | None) -> str:
     if code is not None and code < 0:
         return f"the process was killed by {signal.Signals(-code).name}; run the same command again to resume"
     return f"the process ended with status {code} and no message; run the same command again to resume"
