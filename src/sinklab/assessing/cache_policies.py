@@ -43,11 +43,16 @@ WINDOW, POOLED = 64, 5  # latest queries and neighbouring keys of SnapKV
 
 @dataclass(frozen=True)
 class KeyBudget:
-    """Size C of a cache, number n < C of first keys that policies keep or bar, and random seed."""
+    """Size C of a cache, number n < C of first keys that policies keep or bar, and random seed.
+
+    Attributes:
+        few: whether the scores are read for few queries, so that attention is computed row by row.
+    """
 
     keys: int
     first: int = 0
     seed: int = 0
+    few: bool = False
 
     @property
     def half(self) -> int:
@@ -119,7 +124,8 @@ class CachePolicy:
         B, G, P, _ = prompt.call.k_BGTD.shape
         score_BGP = torch.arange(P, device=needed_BGP.device, dtype=torch.float32).expand(B, G, P)
         if self.scores is not None:
-            scores, held_BGP = self.scores(prompt, size), torch.ones_like(needed_BGP)
+            held_BGP = torch.ones_like(needed_BGP)
+            scores = self.scores(prompt, replace(size, few=self.queries is not None))
             for t in range(0 if self.queries is None else P - self.queries(size), P):
                 score_BGP = scores(t, held_BGP[..., : t + 1])
         score_BGP = self._of_first(score_BGP, size)
@@ -155,7 +161,10 @@ class Kept(Mask):
 
 def accumulated_attention(layer: LayerCall, size: KeyBudget) -> Scores:
     """Score keys by the sum of their attention so far (H2O)."""
-    row, total_BGL = rows_of(layer), layer.call.k_BGTD.new_zeros(layer.call.k_BGTD.shape[:3], dtype=torch.float32)
+    row, total_BGL = (
+        rows_of(layer, size.few),
+        layer.call.k_BGTD.new_zeros(layer.call.k_BGTD.shape[:3], dtype=torch.float32),
+    )
 
     def scores(t: int, kept_BGS: Tensor) -> Tensor:
         total_BGL[..., : t + 1] += row(t, kept_BGS).float().sum(2)
@@ -166,7 +175,7 @@ def accumulated_attention(layer: LayerCall, size: KeyBudget) -> Scores:
 
 def pooled_attention(layer: LayerCall, size: KeyBudget) -> Scores:
     """Score keys by the attention of the w latest queries, averaged over neighbouring keys before these (SnapKV)."""
-    row, latest = rows_of(layer), list[Tensor]()
+    row, latest = rows_of(layer, size.few), list[Tensor]()
 
     def scores(t: int, kept_BGS: Tensor) -> Tensor:
         latest[:] = [*latest, row(t, kept_BGS).mean(2)][-size.window :]
@@ -182,7 +191,7 @@ def pooled_attention(layer: LayerCall, size: KeyBudget) -> Scores:
 
 def latest_attention(layer: LayerCall, size: KeyBudget) -> Scores:
     """Score keys by the attention of the latest query, mean over the heads of the layer (TOVA)."""
-    row, G = rows_of(layer), layer.call.k_BGTD.shape[1]
+    row, G = rows_of(layer, size.few), layer.call.k_BGTD.shape[1]
     return lambda t, kept_BGS: row(t, kept_BGS).float().mean((1, 2))[:, None].expand(-1, G, -1)
 
 
@@ -211,10 +220,10 @@ def chance(layer: LayerCall, size: KeyBudget) -> Scores:
     return lambda t, kept_BGS: rank_BGL[..., : t + 1]
 
 
-def rows_of(layer: LayerCall) -> Callable[[int, Tensor], Tensor]:
+def rows_of(layer: LayerCall, few: bool) -> Callable[[int, Tensor], Tensor]:
     """Return a function (t, kept_BGS) -> attention weights of query t over the keys in its cache, (B, G, H/G, t + 1).
 
-    For softmax, full rows are renormalised over the keys in the cache, which is faster.
+    For softmax and more than a few queries, full rows are renormalised over the keys in the cache, which is faster.
     """
     G = layer.call.k_BGTD.shape[1]
 
@@ -225,7 +234,7 @@ def rows_of(layer: LayerCall) -> Callable[[int, Tensor], Tensor]:
         short = replace(call.cut(t + 1, first=t), mask=Dense(seen, later=False))
         return next(iter(layer.operation.rows(short))).weights_BHQS[:, :, 0].unflatten(1, (G, -1))
 
-    if not layer.operation.plain:
+    if few or not layer.operation.plain:
         return computed
     scores_BHLL, bias_BHL = layer.scores()
     scores_BGRLL = scores_BHLL.unflatten(1, (G, -1))

@@ -141,7 +141,8 @@ def _evaluate(
                     f"data of {task.name}": (scores.sha256 or scores.data, task.identity),
                     f"text of {task.name}": (scores.sink and scores.sink.sha256, text_hash(request.text)),
                 }
-        check_request(ledger.path, "an evaluation", *({key: pair[i] for key, pair in pairs.items()} for i in (0, 1)))
+        before, now = ({key: pair[side] for key, pair in pairs.items()} for side in (0, 1))
+        check_request(ledger.path, "an evaluation", before, now)
         found = earlier
     identity = hashlib.sha256(json.dumps(decided).encode()).hexdigest()[:8]
 

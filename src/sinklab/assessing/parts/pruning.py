@@ -107,7 +107,7 @@ class Pruning(AssessPart):
             ]
 
         falling = sorted(roles, key=lambda role: -role.share)
-        orders: list[tuple[str, float, list[Sequence[HeadRole]]]] = []
+        orders: list[tuple[str, float, Sequence[Sequence[HeadRole]]]] = []
         for share in SHARES:
             count = max(1, round(share * len(roles)))
             most, least = falling[:count], falling[-count:]
@@ -117,11 +117,11 @@ class Pruning(AssessPart):
                 (RANDOM, share, [draw.sample(roles, count) for _ in range(DRAWS)]),
                 (SAME_LAYERS, share, [of_the_same_layers(most) for _ in range(DRAWS)]),
             ]
-        kinds: list[tuple[str, float, list[Sequence[HeadRole]]]] = []
+        kinds: list[tuple[str, float, Sequence[Sequence[HeadRole]]]] = []
         for kind in KINDS:
             if chosen := [role for role in roles if role.kind == kind]:
                 share, drawn = len(chosen) / len(roles), [draw.sample(roles, len(chosen)) for _ in range(DRAWS)]
-                kinds += [(f"all {kind}", share, [chosen]), (f"as many random as {kind}", share, list(drawn))]
+                kinds += [(f"all {kind}", share, [chosen]), (f"as many random as {kind}", share, drawn)]
         conditions = [
             (
                 {"order": order, "share": share, "heads": len(choices[0])},
@@ -130,8 +130,8 @@ class Pruning(AssessPart):
             for order, share, choices in (*orders, *kinds)
         ]
         found = reader.effects(RemovedHeads, conditions)
-        fields = {"orders": found[: len(orders)], "kinds": found[len(orders) :]}
-        return cls(**reader.result_fields(), total=len(roles), **fields)
+        by_order, by_kind = found[: len(orders)], found[len(orders) :]
+        return cls(**reader.result_fields(), total=len(roles), orders=by_order, kinds=by_kind)
 
     def rows(self) -> Iterator[PartRow]:
         """The answers are all orders with a tenth of the heads removed."""
