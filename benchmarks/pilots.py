@@ -18,10 +18,11 @@ from statistics import fmean, stdev, variance
 from sinklab.errors import SinklabError
 from sinklab.experiments.quantities import RunNumbers, quantity
 from sinklab.experiments.results import read_numbers
-from sinklab.experiments.sweep.store import NUMBERS, found_runs
+from sinklab.experiments.sweep.store import found_runs
 from sinklab.experiments.verdicts import five_seeds
 from sinklab.experiments.verdicts.five_seeds import PilotSpread, shipped_pilots
 from sinklab.files import write_json
+from sinklab.measuring.registry import STORED
 from sinklab.measuring.statistics.highest import NO_SINK
 from sinklab.train.recipe import load_recipe
 
@@ -76,7 +77,7 @@ def main() -> None:
                 continue  # an unfinished run
             if run.seed >= FIRST_SEED:
                 cells.setdefault(load_recipe(str(directory / "recipe.yaml")).name, []).append(run)
-    found = {name: one for name in NUMBERS if (one := spread_of(name, cells))}
+    found = {name: one for name in STORED if (one := spread_of(name, cells))}
     if not found:
         parser.error(f"no two finished runs of one recipe with seeds from {FIRST_SEED} on")
     before = shipped_pilots()
