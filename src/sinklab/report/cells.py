@@ -19,7 +19,7 @@ TITLES = {
     "checkpoints": ("Checkpoint", "step or tokens"),
 }
 """Heading and unit of the first column if all runs belong to a suite."""
-Column = tuple[TableColumn, Callable[[str], Value]]
+CellColumn = tuple[TableColumn, Callable[[str], Value]]
 """A column of the table of cells, and the function from the name of a cell to its value."""
 
 
@@ -59,7 +59,7 @@ def cells_table(data: ReportData) -> Table:
     tokens = [one.unit for one in checkpoints.values()][:1] == ["tokens"]
     thresholds = dict.fromkeys(eps for _, one in data.measured for eps in list(one.sink_rates or {})[1:])
 
-    def spread(column: TableColumn, read: Callable[[ReportedRun], float | None]) -> Column:
+    def spread(column: TableColumn, read: Callable[[ReportedRun], float | None]) -> CellColumn:
         """Return the column of a number with its mean and deviation over the runs of a cell."""
         table = run_table([run for found in runs.values() for run in found], {column.title: read})
         found = {row["cell"]: row for row in over_seeds(table, "cell", deviation=DEVIATION)}
@@ -73,11 +73,11 @@ def cells_table(data: ReportData) -> Table:
 
     def of_metric(
         name: str, form: str, read: Callable[[Evaluation], float | None] | None = None, title: str = ""
-    ) -> Column:
+    ) -> CellColumn:
         one = METRICS[name]
         return spread(TableColumn(title or one.title, one.place, form), lambda run: (read or one.read)(run.latest))
 
-    def of_measurement(title: str, unit: str, form: str, read: Callable[[Any], float | None]) -> Column:
+    def of_measurement(title: str, unit: str, form: str, read: Callable[[Any], float | None]) -> CellColumn:
         return spread(TableColumn(title, unit, form), lambda run: read(run.measurement) if run.measurement else None)
 
     def named(cell: str) -> Value:
@@ -93,7 +93,7 @@ def cells_table(data: ReportData) -> Table:
         return ", ".join(sorted(known)) or None if by_domain else None
 
     visible = of_metric("sink_1_visible", rate, lambda one: next(iter(one.sink_rate_visible or ()), None))
-    columns: list[Column] = [
+    columns: list[CellColumn] = [
         (TableColumn(title, unit, text=True), named),
         (TableColumn("Runs", "seeds"), lambda cell: TableCell(seeds[cell], progress_of(runs[cell]))),
         (
