@@ -26,7 +26,10 @@ class TableFormat(StrEnum):  # typer does not support lists of literals
     parquet = "parquet"
 
 
-Text = Annotated[Path | None, option(INPUT, "Text for natural inputs: .txt, .jsonl, .csv, .parquet, .. or a folder.")]
+Text = Annotated[
+    Path | None,
+    option(INPUT, "Text: .txt, .jsonl, .csv, .parquet, .. or a folder; default: short texts in 11 languages and code."),
+]
 
 
 @with_options

@@ -83,7 +83,8 @@ SCALE_NOTES: Mapping[Scale, str] = {
     "of 0.1. It corresponds to the paper's row with a fixed first token (74 %).",
     "laptop": "Scale laptop has 0.3 M parameters, 12 M training tokens, BOS in front of every text, the paper's weight "
     "decay of 0.1 and PyTorch's initialisation. It corresponds to the paper's row with a fixed first token (74 %).",
-    "lab": "Scale lab has the model of scale laptop and fewer steps; three of its models learn a synthetic task.",
+    "lab": "Scale lab has the model of scale laptop, three times its weight decay and 2,400 steps. Three of its "
+    "models learn a synthetic task.",
     "small": "Scale small has the paper's 60M model with contexts of 256 tokens and a smaller batch.",
     "backcopy": "A synthetic task with one layer and one head (2410.13835); Sink_1 is the share of sequences.",
     "trigger_average": "A synthetic task with one layer and one head (2603.11487); Sink_1 is the share of sequences.",

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sinklab.data.sources.corpora import default_text
 from sinklab.data.sources.textfiles import ReadCounts, expanded, notes_on_folder, text_files
 from sinklab.data.spelling import UNKNOWN
 from sinklab.errors import InputError
@@ -46,8 +47,8 @@ def measure_model(
 
     Args:
         model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
-        text: a text file, a folder of them, or a source such as stdlib (data/sources/corpora.py). Only natural
-            inputs need a text.
+        text: a text file, a folder of them, or a source such as stdlib (data/sources/corpora.py); None for the text
+            that comes with sinklab (`default_text`). Only natural inputs need a text.
         out: output directory; an earlier measurement in it is replaced, and its tables are removed. None saves nothing.
         progress: callback, called with (sequences done, total sequences).
 
@@ -55,7 +56,7 @@ def measure_model(
         UnsavedError: if the measurement cannot be saved; the exception contains the measurement.
     """
     check_name(model)
-    request.check(text)
+    text = request.check(text)
     if out is not None:
         check_results(out, (*MEASUREMENT, REPORT))
     measurement = measure_loaded(open_model(model, loading), text, request, progress)
@@ -138,6 +139,8 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
             f"--ablate no_bos: {why}, so there is no BOS to remove; use --ablate mask_first:1 to hide the first token"
         )
     notes = [*conversations.notes(), *counts.notes(), *notes_on_folder(expanded(str(text)))]
+    if text == default_text():
+        notes.append("the text is that of sinklab, 128 short texts in 11 languages and code: pass yours with --text")
     return ReadTokens(tokens_NT, sizes_NT, bos_tokens, rows, [*notes, *_special_notes(model, rows)])
 
 

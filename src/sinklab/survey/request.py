@@ -57,22 +57,22 @@ class Request(CommandSettings, frozen=True):
     drawn_text: bool = False
     study: Study = Study()
 
-    def check(self, text: Path | None) -> None:
+    def check(self, text: Path | None) -> Path | None:
         """Check the settings, and for natural inputs that the first document of the text can be read.
 
+        Returns:
+            The text; for natural inputs without one, the text that comes with sinklab (`default_text`).
+
         Raises:
-            InputError: see `check_options`; also if the inputs are natural and `text` is None or cannot be read.
+            InputError: see `check_options`; also if the inputs are natural and `text` cannot be read.
         """
-        from sinklab.data.sources.corpora import documents
+        from sinklab.data.sources.corpora import default_text, documents
 
         self.check_options()
         if self.options.inputs == "natural":
-            if text is None:
-                raise InputError(
-                    "natural inputs need a text: add --text FILE (.txt, .jsonl, .csv, .parquet, ..), or use --inputs "
-                    "random or repeat"
-                )
+            text = text or default_text()
             next(documents(str(text)))
+        return text
 
     def check_options(self) -> None:
         """Check the settings that do not depend on model or text.

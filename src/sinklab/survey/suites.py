@@ -179,7 +179,7 @@ def compare_models(
         raise InputError("a comparison needs two models or more: sinklab compare A B --text FILE")
     for model in models:
         check_name(model)
-    request.check(text)
+    text = request.check(text)
     for model in models:
         check_revision(model, loading.revision)
     source = text_hash(text)
@@ -249,7 +249,7 @@ def measure_checkpoints(
             fail, the results list them with the reasons.
     """
     saved = {one.key: one for one in saved_models(model, revisions)}
-    request.check(text)
+    text = request.check(text)
     source = text_hash(text)
     items = [
         Item(
