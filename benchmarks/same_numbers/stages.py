@@ -203,7 +203,8 @@ def experiments() -> Commands:
             rest += ["--out", name, "--json"]
     commands["measured/preview"] = ["reproduce", "table_1", "--model", STORIES, *text, "--dry-run", "--json"]
     for name in ("tiny", "exploratory", "continued"):
-        shutil.copytree(RESULTS / name, f"committed/{name}", dirs_exist_ok=True)
+        packed = next(path for path in (RESULTS / name, RESULTS / "archive" / name) if path.is_dir())
+        shutil.copytree(packed, f"committed/{name}", dirs_exist_ok=True)
         commands[f"verify/{name}"] = ["verify", f"committed/{name}", "--json"]
         commands[f"report/committed/{name}"] = ["report", f"committed/{name}", "--out", f"drawn/committed_{name}.html"]
     commands["pack"] = ["report", "reproduce/two_seeds", "--pack", "packed", "--out", "page/packed.html"]
