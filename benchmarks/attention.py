@@ -29,8 +29,7 @@ from sinklab.attention.delta import gated_delta
 from sinklab.attention.operations.kernel import Kernel
 from sinklab.files import write_json
 from sinklab.model.block import DecoderBlock, LayerInputs, LinearBlock
-from sinklab.model.config import ModelConfig
-from sinklab.model.init import initialise
+from sinklab.model.config import ModelConfig, initialise
 from sinklab.model.mixer import GatedDelta
 
 SHAPES = {64: (32, 4, 32), 2048: (1, 8, 64), 8192: (1, 8, 64)}  # length -> batch, heads, head width

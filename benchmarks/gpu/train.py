@@ -27,9 +27,8 @@ from sinklab.data.prepare import prepare, settings_of
 from sinklab.data.shards import TokenDataset
 from sinklab.files import write_json
 from sinklab.train.directory.run import open_run
-from sinklab.train.flops import model_flops, peak_flops
 from sinklab.train.parallelize import compile_blocks
-from sinklab.train.planning import memory_estimate
+from sinklab.train.planning import memory_estimate, model_flops, peak_flops
 from sinklab.train.recipe import Recipe, load_recipe
 from sinklab.train.update import Updater
 

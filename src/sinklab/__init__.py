@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 from sinklab import display
 
 if TYPE_CHECKING:
-    from sinklab.measuring.api import measure
-    from sinklab.measuring.huggingface.callback import SinkCallback
+    from sinklab.measuring.api import SinkCallback, measure
     from sinklab.measuring.huggingface.probe import probe
     from sinklab.measuring.measurement import Measurement
     from sinklab.measuring.watch_attention import record_attention, watch_attention
@@ -35,7 +34,7 @@ __all__ = ["Measurement", "SinkCallback", "measure", "probe", "record_attention"
 _MODULES = {
     "measure": "sinklab.measuring.api",
     "probe": "sinklab.measuring.huggingface.probe",
-    "SinkCallback": "sinklab.measuring.huggingface.callback",
+    "SinkCallback": "sinklab.measuring.api",
     "Measurement": "sinklab.measuring.measurement",
     "watch_attention": "sinklab.measuring.watch_attention",
     "record_attention": "sinklab.measuring.watch_attention",

@@ -1,12 +1,16 @@
-"""Devices: selection, native 16-bit support, CPU name, copies to the host, matmul precision, glibc memory settings."""
+"""Devices: selection, native 16-bit support, CPU name, copies to the host, matmul precision, glibc memory settings.
+
+torch.compile for functions that are called with many shapes and options.
+"""
 
 import ctypes
+import functools
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -117,3 +121,33 @@ KEPT = 2**28  # maximum bytes of free memory kept at the end of the heap
 LARGEST_KEPT = 2**25  # bytes; freed blocks above it return to the system; older glibc refuses a higher limit
 INSTRUCTIONS = {torch.bfloat16: ("amx_bf16", "avx512_bf16"), torch.float16: ("amx_fp16", "avx512_fp16")}
 WITHOUT_AVX512 = ("DEFAULT", "NO AVX", "AVX2")
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+FORMS = 128  # compiled variants allowed per function; they differ in operation, mask, shape and gradient mode
+
+
+def compiled(function: Callable[P, R], dynamic: bool | None = None) -> Callable[P, R]:
+    """Return `function` compiled by `torch.compile`, and raise PyTorch's global recompile limit to at least FORMS.
+
+    The default limit is 8 variants per function. Further variants run uncompiled, and uncompiled FlexAttention
+    materialises the T x T matrix.
+
+    Args:
+        dynamic: as in `torch.compile`; False compiles every shape separately.
+    """
+    settings = torch._dynamo.config
+    settings.recompile_limit = max(settings.recompile_limit, FORMS)
+    return torch.compile(function, dynamic=dynamic)
+
+
+@functools.cache
+def can_compile() -> bool:
+    """Return whether torch.compile works on this machine's CPU: it needs a C++ compiler and Python's headers."""
+    try:
+        torch.compile(lambda x: x.sin() + 1, fullgraph=True)(torch.ones(64))
+    except Exception:  # Inductor raises a different exception for each missing component
+        return False
+    return True

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from sinklab.errors import InputError, SinklabError, UnsavedError, cause
-from sinklab.files import write_json
-from sinklab.outputs import check_results
+from sinklab.files import check_results, write_json
 from sinklab.train.directory.lock import one_writer
 
 EventKind = Literal["started", "advanced", "finished", "kept", "failed", "skipped", "noted"]

@@ -12,8 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sinklab.data.spelling import spelling
-from sinklab.data.tokenizers import Tokenizer
+from sinklab.data.tokenizers import Tokenizer, spelling
 from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.files import sha256_of

@@ -36,9 +36,9 @@ from sampling import one_in
 from torch import Tensor
 
 from sinklab.attention import masks
-from sinklab.attention.chunked import chunked_attend
 from sinklab.attention.config import AttentionConfig, kinds_of
 from sinklab.attention.core import AttentionCore
+from sinklab.attention.primitive import chunked_attend
 
 
 def pairs(others: Iterable[str], chosen: Callable[[str, str], bool]) -> list[tuple[str, str]]:

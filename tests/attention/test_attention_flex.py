@@ -16,8 +16,8 @@ from attention_cases import (
 )
 from sampling import one_in
 
-from sinklab.attention import flex as flex_backend
 from sinklab.attention import masks
+from sinklab.attention import primitive as flex_backend
 from sinklab.attention.primitive import attend
 from sinklab.attention.query_blocks import ScoreMatrix
 from sinklab.attention.scores import (

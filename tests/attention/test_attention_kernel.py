@@ -15,9 +15,7 @@ from torch._inductor.kernel.flex.flex_attention import validate_joint_graph
 from torch.fx import GraphModule
 
 from sinklab.attention import primitive
-from sinklab.attention.chunked import chunked_attend
-from sinklab.attention.flex import score_mod
-from sinklab.attention.primitive import eager_attend
+from sinklab.attention.primitive import chunked_attend, eager_attend, score_mod
 from sinklab.attention.scores import Score, for_flex
 from sinklab.errors import InputError
 from sinklab.interventions import VARIANTS

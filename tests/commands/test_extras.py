@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sinklab import extras
-from sinklab.extras import install_command
+from sinklab import errors as extras
+from sinklab.errors import install_command
 
 ROOT = Path(extras.__file__).parents[2]
 PIP = [sys.executable, "-m", "pip", "install"]

@@ -25,8 +25,8 @@ from torch import Tensor  # noqa: E402
 
 from sinklab.attention import importance, primitive  # noqa: E402
 from sinklab.attention import query_blocks as blocks  # noqa: E402
-from sinklab.attention.flex import score_mod  # noqa: E402
 from sinklab.attention.masks import Mask  # noqa: E402
+from sinklab.attention.primitive import score_mod  # noqa: E402
 from sinklab.attention.scores import Score, for_flex  # noqa: E402
 from sinklab.data.prepare import prepare, settings_of  # noqa: E402
 from sinklab.interventions import VARIANTS  # noqa: E402

@@ -41,7 +41,7 @@ WITHOUT_FUSED_CHECK = {  # checked before the optimiser's step
 IN_LOSS = {"copy to the card, train/evaluator.py losses": BATCHES_OF_LOSS, "tolist, train/evaluator.py losses": 1}
 IN_MEASUREMENT = {
     "copy to the card, measuring/driver.py measure": BATCHES_OF_METRIC,
-    "copy to the card, attention/real_tokens.py to": BATCHES_OF_METRIC,
+    "copy to the card, attention/masks.py to": BATCHES_OF_METRIC,
     "synchronize, device.py on_host": BATCHES_OF_METRIC + 1,  # and the largest activations
     "synchronize, measuring/batches.py costing": 1,
 }

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from sinklab.data.sources.corpora import Fingerprint, cut, documents, entries, identity, total_bytes
-from sinklab.errors import InputError
-from sinklab.extras import install_command
+from sinklab.errors import InputError, install_command
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:

@@ -22,8 +22,7 @@ from sinklab.data.prepare import prepared
 from sinklab.data.sources.corpora import documents, total_bytes
 from sinklab.data.sources.textfiles import ReadCounts, notes_on_folder, read_conversations
 from sinklab.data.texts import streams
-from sinklab.errors import InputError
-from sinklab.extras import install_command
+from sinklab.errors import InputError, install_command
 from sinklab.survey.suites import domain_files
 
 if sys.version_info >= (3, 14):

@@ -12,9 +12,9 @@ from hellaswag_files import hellaswag_file, read_records, sheep_items
 from tiny_models import text_file
 from trained_run import trained_run
 
+from sinklab.errors import install_command
 from sinklab.evaluating.evaluate_model import evaluate_model
 from sinklab.evaluating.evaluation import DownstreamScores, TaskRequest, load_scores
-from sinklab.extras import install_command
 from sinklab.jobs import JobEvent
 from sinklab.survey.measure_many import text_hash
 from sinklab.train.directory.lock import HeldError, lock_run, one_writer

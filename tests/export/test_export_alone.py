@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 from sampling import one_in
 
 import sinklab
-from sinklab.export.bundle import bundled
-from sinklab.export.directory import MODELING, write_directory
+from sinklab.export.directory import MODELING, bundled, write_directory
 from sinklab.interventions import VARIANTS
 
 WITHOUT_SINKLAB = """

@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from sinklab.attention import query_blocks
 from sinklab.attention.importance import score_rows
-from sinklab.attention.masks import CAUSAL, Mask, Window
+from sinklab.attention.masks import CAUSAL, Mask, Window, real_tokens
 from sinklab.attention.query_blocks import ScoreMatrix
-from sinklab.attention.real_tokens import real_tokens
 from sinklab.errors import InputError
 from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from sinklab.attention.importance import Rows, score_rows
-from sinklab.attention.masks import CAUSAL, Window
+from sinklab.attention.masks import CAUSAL, Window, real_tokens
 from sinklab.attention.query_blocks import Block, ScoreMatrix
-from sinklab.attention.real_tokens import real_tokens
 from sinklab.measuring.statistics.collecting import BatchDetails, DetailTotals, layer_details
 from sinklab.measuring.statistics.details import MatrixEntropy, kurtosis
 from sinklab.measuring.statistics.secondary import SecondarySearch, SecondaryToken
 from sinklab.measuring.statistics.statistic_base import Angles, bucket_starts
-from sinklab.models.layer_kinds import ranges_text
+from sinklab.models.families import ranges_text
 
 UNIFORM = torch.ones(4, 4).tril() / torch.arange(1, 5)[:, None]
 

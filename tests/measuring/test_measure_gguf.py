@@ -17,8 +17,7 @@ from tiny_gguf import as_gguf, llama, needed
 from tiny_models import TEMPLATE, chat_file, text_file
 
 import sinklab
-from sinklab.errors import InputError
-from sinklab.extras import install_command
+from sinklab.errors import InputError, install_command
 from sinklab.measuring.options import Options
 from sinklab.models.huggingface import gguf as gguf_files
 from sinklab.models.huggingface.loading import Loading, load_pretrained

@@ -18,8 +18,7 @@ from sinklab.commands.terminal.results import print_comparison, print_end, print
 from sinklab.data.prepare import prepared
 from sinklab.experiments.results import read_numbers
 from sinklab.files import write_json
-from sinklab.measuring.api import measure
-from sinklab.measuring.huggingface.callback import sink_numbers
+from sinklab.measuring.api import measure, sink_numbers
 from sinklab.measuring.measurement import Measurement
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer

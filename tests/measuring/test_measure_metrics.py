@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from measure_reference import importance_by_loops, sink_rate_by_loops, uniform_ratio_by_loops
 
 from sinklab.attention.importance import importance_from_sums
-from sinklab.attention.real_tokens import real_tokens
+from sinklab.attention.masks import real_tokens
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.accumulate import Accumulator
 from sinklab.measuring.metrics import first_to_rest

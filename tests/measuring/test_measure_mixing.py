@@ -18,7 +18,7 @@ from sinklab.errors import InputError
 from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options, Study
-from sinklab.measuring.surgery.mixing import measure_mixing
+from sinklab.measuring.surgery.changes import measure_mixing
 from sinklab.measuring.surgery.study import measure_with_study
 from sinklab.models.adapter import adapt
 from sinklab.report.collect import collect

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from sinklab.attention import query_blocks
 from sinklab.attention.importance import score_rows
-from sinklab.attention.masks import CAUSAL
+from sinklab.attention.masks import CAUSAL, real_tokens
 from sinklab.attention.query_blocks import Block, ScoreMatrix
-from sinklab.attention.real_tokens import real_tokens
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json
 from sinklab.measuring.api import measure

@@ -18,7 +18,7 @@ import sinklab
 from sinklab.errors import SinklabError
 from sinklab.export.directory import write_directory
 from sinklab.interventions import VARIANTS
-from sinklab.measuring.mask_coverage import View
+from sinklab.measuring.records import View
 from sinklab.model.huggingface import SinklabConfig, SinklabForCausalLM
 
 HOW: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -10,9 +10,9 @@ from torch import Tensor
 from sinklab.assessing.parts.key_ablations import SelectedKeys
 from sinklab.attention.masks import Dense
 from sinklab.measuring.surgery import masked_first_keys
-from sinklab.model.exclusive import without_own_value
-from sinklab.model.init import initialise
+from sinklab.model.config import initialise
 from sinklab.model.transformer import Transformer
+from sinklab.model.values import without_own_value
 from sinklab.models.adapter import adapt
 from sinklab.models.intercept import intercept
 from sinklab.train.recipe import build_recipe

@@ -9,7 +9,7 @@ from own_models import llama_of
 
 from sinklab.model.llama import differences
 from sinklab.model.transformer import Transformer
-from sinklab.train.flops import model_flops
+from sinklab.train.planning import model_flops
 from sinklab.train.recipe import Recipe, build_recipe
 
 SMALL = {

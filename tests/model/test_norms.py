@@ -9,9 +9,9 @@ from closeness import assert_close
 from torch import Tensor, nn
 
 from sinklab.model.block import Attention, LayerInputs
-from sinklab.model.exclusive import without_own_value
 from sinklab.model.norm import LowRankGate, NormConfig, build_norm
 from sinklab.model.transformer import Transformer
+from sinklab.model.values import without_own_value
 from sinklab.train.recipe import build_recipe
 
 SMALL = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ffn_width": 48, "vocab_size": 97, "context": 32}

@@ -20,7 +20,7 @@ from sinklab.model.llama import llama_weights
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import adapt
 from sinklab.models.intercept import intercept
-from sinklab.train.flops import model_flops
+from sinklab.train.planning import model_flops
 from sinklab.train.recipe import Recipe, build_recipe, load_recipe
 
 SIZES = {"layers": 4, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 97, "context": 32}

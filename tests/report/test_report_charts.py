@@ -13,7 +13,6 @@ from report_fixtures import HEADS, HOSTILE, LAB, LAYERS, LENGTH, make_lab, make_
 from table_texts import table_texts
 
 from sinklab.errors import InputError
-from sinklab.plots import PlotAxis
 from sinklab.report import charts, theme
 from sinklab.report.cells import cells_table
 from sinklab.report.charts import OUTLINE, ColourScale, Figure, heatmap, pooled
@@ -22,6 +21,7 @@ from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.figures import figures
 from sinklab.report.measurement_figures import uniform_importance
 from sinklab.report.page import export_charts
+from sinklab.tables import PlotAxis
 
 
 @pytest.fixture(scope="module")

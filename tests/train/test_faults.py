@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from sinklab.compiling import can_compile
 from sinklab.data.prepare import prepare, settings_of
 from sinklab.data.shards import TokenDataset
+from sinklab.device import can_compile
 from sinklab.errors import InputError, SinklabError
 from sinklab.train.directory.checkpoint import save_checkpoint
 from sinklab.train.directory.history import read_history, read_metrics

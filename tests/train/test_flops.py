@@ -12,8 +12,7 @@ from independent_recipes import random_recipe
 from torch.utils.flop_counter import FlopCounterMode
 
 from sinklab.model.transformer import Transformer
-from sinklab.train.flops import PEAKS, model_flops, peak_flops, shape_of
-from sinklab.train.planning import memory_estimate
+from sinklab.train.planning import PEAKS, memory_estimate, model_flops, peak_flops, shape_of
 from sinklab.train.recipe import Recipe, build_recipe
 
 SIZES = {"layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 97, "context": 32}

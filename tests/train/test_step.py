@@ -13,17 +13,16 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 
 from sinklab.commands.terminal.progress import describe
-from sinklab.compiling import can_compile, compiled
 from sinklab.data.loader import Prefetcher
 from sinklab.data.prepare import prepare, settings_of
 from sinklab.data.shards import TokenDataset
+from sinklab.device import can_compile, compiled
 from sinklab.errors import SinklabError
 from sinklab.interventions import VARIANTS
 from sinklab.measuring.api import measure
 from sinklab.model.transformer import Transformer
-from sinklab.train.directory.environment import read_environment
 from sinklab.train.directory.history import read_metrics
-from sinklab.train.directory.run import open_run
+from sinklab.train.directory.run import open_run, read_environment
 from sinklab.train.loop import RunOutcome, Trainer
 from sinklab.train.parallelize import compile_blocks
 from sinklab.train.recipe import Recipe, build_recipe
@@ -133,7 +132,7 @@ def test_every_evaluation_has_the_speed(dataset: TokenDataset, tmp_path: Path) -
     Trainer(open_run(recipe(train={"peak_flops": 1e9}), dataset, tmp_path)).train()
     first, *rows = read_metrics(tmp_path / "metrics.jsonl")
     assert first["tokens_per_second"] is first["mfu"] is first["stall_share"] is None
-    from sinklab.train.flops import model_flops
+    from sinklab.train.planning import model_flops
 
     per_token = model_flops(open_run(recipe(train={"peak_flops": 1e9}), dataset, tmp_path).recipe.model).total / 16
     for row in rows:

@@ -18,8 +18,7 @@ from rich.console import Console
 
 from sinklab.commands.terminal.plans import print_plan
 from sinklab.commands.train import plan_command, train_command
-from sinklab.errors import InputError
-from sinklab.extras import install_command
+from sinklab.errors import InputError, install_command
 from sinklab.train.directory.history import read_metrics
 from sinklab.train.planning import plan_of
 from sinklab.train.recipe import load_recipe

@@ -7,7 +7,7 @@ import pytest
 from chats import sheep_chats
 from conftest import Run
 
-from sinklab.extras import install_command
+from sinklab.errors import install_command
 
 
 def test_the_command_that_installs_trl_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,8 @@ from sinklab.errors import InputError
 from sinklab.measuring.inputs import Encoded, token_rows
 from sinklab.models.adapter import Adapter
 from sinklab.opening import Model
-from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
+from sinklab.tables import PlotAxis
 
 LOSS_ADDED = "Loss above the unchanged model's (nats per token)"
 ADDED_AXIS = PlotAxis(LOSS_ADDED, "y", "nats added")

@@ -167,7 +167,7 @@ class BiasParameters(nn.Module):
         logit: learned sink logit, (H,); None for off-by-one, whose logit is fixed at 0.
         offset: learned offset of the bias key's logit, (H,); None unless the recipe sets `start` of a K or KV bias.
         initial: mean and standard deviation of the initial values, by parameter name. It contains only the parameter
-            whose `start` the recipe sets, and is empty without a `start`. model/init.py initialises all others.
+            whose `start` the recipe sets, and is empty without a `start`. model/config.py initialises all others.
     """
 
     def __init__(self, bias: Bias, kv_heads: int, head_width: int, heads: int, value_width: int) -> None:

@@ -16,7 +16,7 @@ from sinklab.attention.biases import BiasParameters
 from sinklab.attention.config import AttentionConfig
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.operations import Operation
-from sinklab.attention.operations.call import Call
+from sinklab.attention.operations.base import Call
 from sinklab.attention.primitive import Backend
 from sinklab.attention.scores import Score, forget_gates, softcap
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from sinklab.attention import query_blocks as bl
-from sinklab.attention.chunked import exponentials_, finite_normaliser
 from sinklab.attention.masks import Mask, visible_queries
+from sinklab.attention.primitive import exponentials_, finite_normaliser
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from sinklab.attention import masks
 from sinklab.attention.importance import ColumnSums, Importance, Rows, seen_by, sum_rows, unpadded_importance
 from sinklab.attention.masks import Mask, visible_queries
 from sinklab.attention.operations import Operation
-from sinklab.attention.operations.base import LogSimilarity
-from sinklab.attention.operations.call import Call
+from sinklab.attention.operations.base import Call, LogSimilarity
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import InputError
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sinklab.attention import query_blocks as bl
 from sinklab.attention.importance import ColumnSums
-from sinklab.attention.operations.call import Call
+from sinklab.attention.operations.base import Call
 
 BLOCK_SCORES = 2**21  # scores per block: 8 MB in float32
 MOST_SCORES = 2**24  # upper limit of scores per block with many threads or query heads per KV head: 64 MB

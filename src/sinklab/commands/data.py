@@ -12,8 +12,7 @@ from sinklab.commands.options import Json, option, print_result
 from sinklab.commands.terminal.progress import DataDisplay, JobProgress
 from sinklab.commands.terminal.tables import stderr
 from sinklab.errors import InputError, cause
-from sinklab.files import parse_yaml
-from sinklab.outputs import check_writable
+from sinklab.files import check_writable, parse_yaml
 from sinklab.settings import ADVANCED, INPUT, LARGEST_INT64, OUTPUT, CommandSettings, Flag, Seed
 from sinklab.signals import keeping_what_is_finished
 

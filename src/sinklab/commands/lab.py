@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from sinklab.commands.from_model import with_options
 from sinklab.commands.options import MOST_SEEDS, Json, ReproduceSettings, option
-from sinklab.outputs import RUNS
+from sinklab.files import RUNS
 from sinklab.settings import INPUT, OUTPUT
 from sinklab.signals import keeping_what_is_finished
 

@@ -14,8 +14,8 @@ from sinklab.commands.terminal.progress import JobProgress
 from sinklab.commands.terminal.tables import print_text, stderr
 from sinklab.errors import InputError, UnsavedError
 from sinklab.experiments.sweep.engines import EngineName
+from sinklab.files import RUNS
 from sinklab.models.dtypes import dtype_name
-from sinklab.outputs import RUNS
 from sinklab.settings import ADVANCED, INPUT, OUTPUT, CommandSettings, Flag, Several
 from sinklab.signals import keeping_what_is_finished
 

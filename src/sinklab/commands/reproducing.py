@@ -44,8 +44,8 @@ from sinklab.experiments.sweep.engines.local import default_jobs, shares
 from sinklab.experiments.sweep.packed import import_packed, unpack
 from sinklab.experiments.sweep.plan import SweepPlan, data_key, plan_sweep
 from sinklab.experiments.sweep.preview import Preview, pace_here, pace_of_runs, preview, read_finished
+from sinklab.files import REPORT, RUNS, check_results
 from sinklab.models.huggingface.loading import Loading
-from sinklab.outputs import REPORT, RUNS, check_results
 from sinklab.signals import INTERRUPTED, PreemptedError
 from sinklab.survey.measure_many import labels
 from sinklab.train.directory.lock import HeldError

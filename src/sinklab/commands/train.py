@@ -13,10 +13,9 @@ from sinklab.commands.terminal.tables import print_text
 from sinklab.data.prepare import prepared
 from sinklab.data.shards import TokenDataset
 from sinklab.device import keep_freed_memory
-from sinklab.errors import InputError, StoppedError
+from sinklab.errors import InputError, StoppedError, require_extra
 from sinklab.experiments.sweep.engine import Event
-from sinklab.extras import require_extra
-from sinklab.outputs import check_writable
+from sinklab.files import check_writable
 from sinklab.signals import stop_on_signals
 from sinklab.train.directory.run import Run, emulation_warning, existing_run, open_run
 from sinklab.train.loop import RunOutcome, Trainer

@@ -16,8 +16,16 @@ from pathlib import Path, PurePosixPath
 
 from sinklab.data.config import Mix, WeightedMix
 from sinklab.data.shards import DTYPES, Settings, dtype_for
-from sinklab.data.sources.corpora import cut, documents, known_sum, size_of, total_bytes
-from sinklab.data.sources.hub import PREFIX, hub_documents, hub_files
+from sinklab.data.sources.corpora import (
+    PREFIX,
+    cut,
+    documents,
+    hub_documents,
+    hub_files,
+    known_sum,
+    size_of,
+    total_bytes,
+)
 from sinklab.data.sources.synthetic import parse, word_tokenizer
 from sinklab.data.sources.textfiles import ReadCounts, expanded, plain_conversation, read_documents, text_files
 from sinklab.data.tokenizers import Tokenizer, load_tokenizer, train_bpe, trained_size

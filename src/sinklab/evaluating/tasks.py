@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sinklab.errors import InputError, SinklabError, cause, is_out_of_memory
+from sinklab.errors import InputError, SinklabError, cause, is_out_of_memory, require_extra
 from sinklab.evaluating import hellaswag
-from sinklab.extras import require_extra
 from sinklab.files import sha256_of
 
 HUB = "hub"

@@ -19,10 +19,9 @@ from sinklab.errors import SinklabError
 from sinklab.measuring import metrics
 from sinklab.measuring.activations import MassiveActivation
 from sinklab.measuring.batches import Cost
-from sinklab.measuring.mask_coverage import View, joined, visibility_note
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
-from sinklab.measuring.records import Batch
+from sinklab.measuring.records import Batch, View, joined, visibility_note
 from sinklab.measuring.statistics.collecting import DetailTotals
 
 COUNTED = ("importance_BHT", "visible_BHT", "bias_BH", "first_or_bias_BH", "window_start_BH")

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, FiniteFloat
 from torch import Tensor, nn
 
-from sinklab.attention.real_tokens import RealTokens
+from sinklab.attention.masks import RealTokens
 from sinklab.device import on_host
 from sinklab.models.hooks import hidden_states, hooked
 from sinklab.schema import Part

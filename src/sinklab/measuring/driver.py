@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinklab.attention.real_tokens import RealTokens, real_tokens
+from sinklab.attention.masks import RealTokens, real_tokens
 from sinklab.errors import InputError
 from sinklab.measuring.accumulate import Accumulator, measurement_from
 from sinklab.measuring.activations import largest_activations, strongest

@@ -16,7 +16,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from sinklab.attention.importance import Rows
-from sinklab.attention.real_tokens import real_tokens
+from sinklab.attention.masks import real_tokens
 from sinklab.errors import InputError
 from sinklab.measuring.statistics.collecting import DetailsCollector, Head, layer_details
 from sinklab.measuring.statistics.statistic_base import Angles, Array, Axes, WithArrays

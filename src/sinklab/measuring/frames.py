@@ -11,8 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from sinklab.errors import InputError
-from sinklab.files import written_aside
-from sinklab.outputs import TABLE, check_file, check_results
+from sinklab.files import TABLE, check_file, check_results, written_aside
 
 Columns = dict[str, np.ndarray]
 TableName = Literal["importance", "positions", "layers"]

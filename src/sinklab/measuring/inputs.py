@@ -38,7 +38,7 @@ from sinklab.data.sources.textfiles import (
     read_pieces,
     text_files,
 )
-from sinklab.data.spelling import Spelled
+from sinklab.data.tokenizers import Spelled
 from sinklab.errors import InputError
 from sinklab.models.adapter import type_text
 
@@ -203,7 +203,7 @@ def sizes_of(rows: Sequence[Encoded]) -> Tensor | None:
     """Return the number of UTF-8 bytes of text of each token in the tensor that `token_rows` builds: sizes_NT.
 
     Tokens of the prefix have size 0, and tokens that cannot be aligned with the text have size UNKNOWN
-    (data/spelling.py). The result is None if the ids of a row are not `Spelled`, which has the sizes of its tokens.
+    (data/tokenizers.py). The result is None if the ids of a row are not `Spelled`, which has the sizes of its tokens.
     """
     sizes = [[*(0 for _ in row.prefix), *row.ids.sizes] for row in rows if isinstance(row.ids, Spelled)]
     return torch.tensor(sizes) if len(sizes) == len(rows) else None

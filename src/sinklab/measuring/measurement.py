@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from sinklab import display
 from sinklab.errors import InputError, cause
-from sinklab.files import parse_json, write_json, written_aside
+from sinklab.files import MEASUREMENT, check_file, parse_json, write_json, written_aside
 from sinklab.measuring.activations import MassiveActivation
 from sinklab.measuring.explored import Explored
 from sinklab.measuring.findings import Ablation, Mixing, Propositions
@@ -26,7 +26,6 @@ from sinklab.measuring.options import Inputs
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import Percent
 from sinklab.measuring.statistics.statistic_base import Array, ArrayOrNone, Axes, WithArrays
-from sinklab.outputs import MEASUREMENT, check_file
 from sinklab.schema import Omitted, Ratio
 
 ColumnValues = np.ndarray | Sequence[float] | None

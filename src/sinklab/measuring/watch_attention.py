@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from sinklab.attention.importance import unpadded_importance
-from sinklab.attention.masks import Dense
+from sinklab.attention.masks import Dense, real_tokens
 from sinklab.attention.query_blocks import accumulate_dtype
-from sinklab.attention.real_tokens import real_tokens
 from sinklab.attention.scores import Score, compose
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.accumulate import Accumulator, measurement_from

@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from sinklab.attention.core import AttentionCore
 from sinklab.attention.masks import Mask, visible_keys
 from sinklab.model.config import ModelConfig
-from sinklab.model.exclusive import may_be_rounding, without_own_value
-from sinklab.model.gate import OutputGating, ValueGating, ValueScaling
-from sinklab.model.latent import LatentHeads, LatentProjection
+from sinklab.model.gate import LatentHeads, LatentProjection, OutputGating, ValueGating, ValueScaling
 from sinklab.model.mixer import DeltaMixer, LinearAttention, RuleInputs
 from sinklab.model.norm import build_norm, norm_of_heads
 from sinklab.model.past import LayerPast, StatePast
 from sinklab.model.position import DistanceTerm, rotate_first
-from sinklab.model.values import NoValueResidual, ValueMixing
+from sinklab.model.values import NoValueResidual, ValueMixing, may_be_rounding, without_own_value
 
 
 @dataclass(frozen=True)

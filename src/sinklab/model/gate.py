@@ -11,8 +11,25 @@ At initialisation theta is 0 and C is the mean of r for inputs of unit mean squa
 The derivative of phi(r) v with respect to v is r / (r + C) orthogonal to v, and (r^2 + 3 C r) / (r + C)^2 along v.
 
 B batch, L positions, E hidden size, H query heads, G KV heads, D (or V) value dimension; indices h and g of heads.
+
+Projections to queries, keys and values: one matrix, or a latent of low rank (2405.04434).
+
+Multi-head latent attention (MLA; DeepSeek-V2, section 2.1 and appendix C; V3, 2412.19437): keys and values of all heads
+are linear in one low-dimensional latent c, so that a KV cache needs to store only c. This is incompatible with rotating
+the keys computed from c. Each key therefore has a second part, which is computed directly from x and shared by all
+heads. Only this part is rotated ("decoupled" RoPE).
+
+    c_t = norm(x_t W_DKV)     k^C_th, v_th = c_t W_UKV    k^R_t = rotated(x_t W_KR)     k_th = [k^C_th; k^R_t]
+    c'_t = norm(x_t W_DQ)     q^C_th, q^R_th = c'_t W_UQ  q_th = [q^C_th; rotated(q^R_th)]
+
+x_t is the attention input, and [a; b] a concatenation. If queries are not compressed (V2-Lite), c'_t is x_t. The rows
+of the matrices are ordered as in the published code: by head, the unrotated part before the rotated part, k before v.
+
+B batch, L positions, E hidden size, H heads, N and P dimensions of the unrotated and the rotated part, V value
+dimension, R rank of the latent.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
@@ -20,7 +37,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from sinklab.attention.query_blocks import accumulate_dtype
-from sinklab.schema import Part
+from sinklab.model.norm import HeadNorm
+from sinklab.model.position import rotate
+from sinklab.schema import LARGEST, Part
 
 
 class NoGate(Part):
@@ -116,3 +135,85 @@ class ValueScaling(nn.Module):
 
     def forward(self, v_BGLD: Tensor) -> Tensor:
         return v_BGLD * self.gates(v_BGLD).to(v_BGLD.dtype)
+
+
+Width = Annotated[int | None, Field(ge=1, le=LARGEST)]
+
+
+class FullProjection(Part):
+    """Full-rank linear projections to queries, keys and values."""
+
+    kind: Literal["full"] = "full"
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Dimensions R (`rank`), N (`nope`), P (`rope`), V (`value`) of a latent projection; see the module docstring."""
+
+    rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+class LatentProjection(Part):
+    """Multi-head latent attention: low-rank keys and values, and a rotated key part shared by all heads (2405.04434).
+
+    The shared part is rotated only if `position` is rotary. Scores are scaled by 1 / sqrt(nope_width + rope_width).
+    """
+
+    kind: Literal["latent"] = "latent"
+    kv_rank: Width = Field(default=None, description="rank of the latent of keys and values; null: 4 head widths")
+    q_rank: Width = Field(default=None, description="rank of the latent of queries; null: not compressed")
+    nope_width: Width = Field(
+        default=None, description="width of the unrotated part of a query or key; null: the head width"
+    )
+    rope_width: Width = Field(
+        default=None, description="width of the rotated part of a query or key; null: half the head width"
+    )
+    value_width: Width = Field(default=None, description="width of a head's values and output; null: the head width")
+
+    def sizes(self, head_width: int) -> LatentSizes:
+        """Return all dimensions of the projection. Unset ones have the paper's ratio to the head dimension."""
+        return LatentSizes(
+            rank=self.kv_rank or 4 * head_width,
+            nope=self.nope_width or head_width,
+            rope=self.rope_width or max(1, head_width // 2),
+            value=self.value_width or head_width,
+        )
+
+
+Projection = Annotated[FullProjection | LatentProjection, Field(discriminator="kind")]
+
+
+class LatentHeads(nn.Module):
+    """MLA projections: x_BLE -> queries (B, H, L, N + P), keys (B, H, L, N + P) and values (B, H, L, V).
+
+    The last P channels of queries and keys are rotated by `rotary` (cos, sin), unless it is None.
+    """
+
+    def __init__(self, projection: LatentProjection, width: int, heads: int, head_width: int, eps: float) -> None:
+        super().__init__()
+        self.heads, self.sizes = heads, projection.sizes(head_width)
+        sizes, q_rank = self.sizes, projection.q_rank
+        self.q_down = None if q_rank is None else nn.Linear(width, q_rank, bias=False)
+        self.q_norm = None if q_rank is None else HeadNorm(q_rank, eps=eps)
+        self.q_up = nn.Linear(q_rank or width, heads * (sizes.nope + sizes.rope), bias=False)
+        self.kv_down = nn.Linear(width, sizes.rank + sizes.rope, bias=False)
+        self.kv_norm = HeadNorm(sizes.rank, eps=eps)
+        self.kv_up = nn.Linear(sizes.rank, heads * (sizes.nope + sizes.value), bias=False)
+
+    def forward(self, x_BLE: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        sizes = self.sizes
+        read = x_BLE if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x_BLE))
+        q_BHLN, q_BHLP = self._of_heads(self.q_up(read)).split((sizes.nope, sizes.rope), dim=-1)
+        latent_BLR, k_BLP = self.kv_down(x_BLE).split((sizes.rank, sizes.rope), dim=-1)
+        k_BHLN, v_BHLV = self._of_heads(self.kv_up(self.kv_norm(latent_BLR))).split((sizes.nope, sizes.value), dim=-1)
+        k_B1LP = k_BLP[:, None]
+        if rotary is not None:
+            q_BHLP, k_B1LP = rotate(q_BHLP, *rotary), rotate(k_B1LP, *rotary)
+        k_BHLP = k_B1LP.expand(-1, self.heads, -1, -1)
+        return torch.cat((q_BHLN, q_BHLP), dim=-1), torch.cat((k_BHLN, k_BHLP), dim=-1), v_BHLV
+
+    def _of_heads(self, x_BLC: Tensor) -> Tensor:
+        return x_BLC.unflatten(-1, (self.heads, -1)).transpose(1, 2)

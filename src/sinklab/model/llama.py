@@ -10,8 +10,7 @@ from sinklab.attention.config import CausalMask
 from sinklab.attention.operations import Softmax
 from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
-from sinklab.model.gate import NoGate
-from sinklab.model.latent import FullProjection
+from sinklab.model.gate import FullProjection, NoGate
 from sinklab.model.mixer import AttentionOnly
 from sinklab.model.norm import NormConfig
 from sinklab.model.position import Rotary

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sinklab.attention.query_blocks import accumulate_dtype
-from sinklab.compiling import compiled
+from sinklab.device import compiled
 from sinklab.schema import Part
 
 IGNORED = -100  # excluded target, `ignore_index` of `F.cross_entropy`

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from sinklab.attention.delta import gated_delta
 from sinklab.attention.query_blocks import accumulate_dtype
-from sinklab.model.latent import Width
+from sinklab.model.gate import Width
 from sinklab.model.norm import HeadNorm
 from sinklab.schema import Part
 

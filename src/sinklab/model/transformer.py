@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import InputError
 from sinklab.model.block import DecoderBlock, LayerInputs, LinearBlock
-from sinklab.model.config import ModelConfig
-from sinklab.model.init import initialise
+from sinklab.model.config import ModelConfig, initialise
 from sinklab.model.loss import AddedLosses, next_token_loss
 from sinklab.model.mixer import DeltaMixer
 from sinklab.model.norm import build_norm

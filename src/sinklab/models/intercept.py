@@ -10,19 +10,58 @@ calls of Hugging Face models); the attention operation.
 
 With `unchanged`, and for a model with an attention function that is not transformers' own, the model's functions are
 called, and an observer's output is not used (`LibraryKernel.fixed`).
+
+Locks of a model. Measuring and probing change its hooks, modes and configs: one thread at a time may do each.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import SinklabError
-from sinklab.models.model_lock import probed_alone
+
+Locks = WeakKeyDictionary[nn.Module, Any]  # reentrant locks by model
+
+_guard = threading.Lock()
+_measured: Locks = WeakKeyDictionary()
+_probed: Locks = WeakKeyDictionary()
+
+
+def measured_in_turn(model: nn.Module) -> AbstractContextManager[Any]:
+    """Return the reentrant lock that a thread holds while it measures the model."""
+    return _lock(_measured, model)
+
+
+@contextmanager
+def probed_alone(model: nn.Module) -> Iterator[None]:
+    """Let only one thread probe, intercept or change the model in the `with` block.
+
+    Another thread gets an error instead of waiting, because waiting could deadlock.
+
+    Raises:
+        SinklabError: if another thread probes, intercepts or changes the model.
+    """
+    lock = _lock(_probed, model)
+    if not lock.acquire(blocking=False):
+        raise SinklabError(
+            "another thread measures or changes this model: wait until it ends, or use a separate model per thread"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _lock(locks: Locks, model: nn.Module) -> Any:
+    with _guard:
+        return locks.setdefault(model, threading.RLock())
+
 
 Edit = Callable[[LayerCall], LayerCall]
 Compute = Callable[[LayerCall], Tensor]  # (B, H, T, V)

@@ -13,9 +13,9 @@ from sinklab.attention import masks
 from sinklab.attention.config import CausalMask
 from sinklab.attention.core import AttentionCore
 from sinklab.attention.layer_call import LayerCall, ShiftRope
+from sinklab.attention.masks import RealTokens, real_tokens
 from sinklab.attention.operations import Softmax
 from sinklab.attention.query_blocks import accumulate_dtype
-from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import InputError, SinklabError
 from sinklab.model.block import Attention
 from sinklab.model.config import ModelConfig
@@ -23,10 +23,9 @@ from sinklab.model.gate import OutputGating, ValueGating, ValueScaling
 from sinklab.model.loss import next_token_loss
 from sinklab.model.position import Absolute, Learnable, PositionKind, Rotary, frequencies, rotate, rotate_first
 from sinklab.model.transformer import Transformer, check_on_one_device
-from sinklab.models.families import family_of
+from sinklab.models.families import LayerKinds, family_of
 from sinklab.models.hooks import NO_CACHE, FirstColumns, hooked
 from sinklab.models.intercept import Compute, Edit, intercept
-from sinklab.models.layer_kinds import LayerKinds
 from sinklab.models.memory_budget import Sizes
 
 

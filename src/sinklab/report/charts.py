@@ -15,9 +15,8 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from sinklab.plots import PlotAxis
 from sinklab.report import theme
-from sinklab.tables import Table
+from sinklab.tables import PlotAxis, Table
 
 ChartRows = Sequence[Mapping[str, Any]]
 Drawing = alt.LayerChart | alt.FacetChart

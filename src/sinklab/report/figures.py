@@ -11,7 +11,6 @@ from sinklab.assessing.part import LOSS_ADDED
 from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.registry import METRICS, Evaluation
-from sinklab.plots import PlotAxis
 from sinklab.report.cells import later_sink_of_cell
 from sinklab.report.charts import (
     STEPS,
@@ -29,7 +28,7 @@ from sinklab.report.measurement_figures import details_figures, importance_figur
 from sinklab.report.run_table import by_layer, over_seeds, run_table
 from sinklab.schema import finite_or_none
 from sinklab.survey.suites import SavedCheckpoint
-from sinklab.tables import SINK_1
+from sinklab.tables import SINK_1, PlotAxis
 
 SPREAD = (("low", "lowest seed", ".3f"), ("high", "highest seed", ".3f"), ("runs", "runs", "d"))
 SYMLOG_RATIO = 100

@@ -13,12 +13,11 @@ from sinklab.assessing.assessment import comparable
 from sinklab.assessing.parts import NUMBERS
 from sinklab.experiments.documents import CellRun, CellSummary, median_of_known
 from sinklab.measuring.registry import BOARD, METRICS
-from sinklab.plots import PlotAxis
 from sinklab.report.charts import Figure, scatter
 from sinklab.report.html import caption
 from sinklab.report.sweep_figures import error_bar
 from sinklab.report.sweeps import Sweep, later_sink_of
-from sinklab.tables import SINK_1, Table, TableCell, TableColumn, counted
+from sinklab.tables import SINK_1, PlotAxis, Table, TableCell, TableColumn, counted
 
 MITIGATIONS, RETUNED = "mitigations", "mitigations_retuned"
 LOSS = METRICS["valid_loss"].title

@@ -27,8 +27,7 @@ from sinklab.experiments.sweep.packed import (
 )
 from sinklab.experiments.sweep.store import MANIFESTS
 from sinklab.experiments.sweep.verifying import Verified
-from sinklab.files import read_mapping, write_text
-from sinklab.outputs import RECIPE, REPORT, check_results
+from sinklab.files import RECIPE, REPORT, check_results, read_mapping, write_text
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData
 from sinklab.report.html import texts
@@ -37,7 +36,7 @@ from sinklab.report.sections import glance
 from sinklab.report.sweeps import Sweep, origins, remarks_on_counts, with_runs
 from sinklab.schema import leaves
 from sinklab.tables import Table, counted, names
-from sinklab.train.directory.environment import read_environment
+from sinklab.train.directory.run import read_environment
 from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 
 CHECKED = (RECIPE, METRICS)

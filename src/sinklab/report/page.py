@@ -32,9 +32,18 @@ from sinklab.experiments.documents import verdict_counts
 from sinklab.experiments.paper import statements
 from sinklab.experiments.sweep.packed import CHECKSUMS
 from sinklab.experiments.verdicts import RULE
-from sinklab.files import cache_folder, write_text, written_aside
+from sinklab.files import (
+    CHART,
+    CHART_MARK,
+    REPORT,
+    REPORT_MARK,
+    cache_folder,
+    check_file,
+    check_writable,
+    write_text,
+    written_aside,
+)
 from sinklab.measuring.answer import answer
-from sinklab.outputs import CHART, CHART_MARK, REPORT, REPORT_MARK, check_file, check_writable
 from sinklab.report import charts, theme
 from sinklab.report.cells import cells_table, headline
 from sinklab.report.charts import Figure

@@ -8,7 +8,7 @@ from sinklab.assessing.assessment import Assessment
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import FIRST_FEW, SecondarySink, first_of_each
-from sinklab.models.layer_kinds import ranges_text
+from sinklab.models.families import ranges_text
 from sinklab.report.data import ReportData, rates_by_eps
 from sinklab.survey.suites import ComparedQuantity
 from sinklab.tables import NOTHING, SINK_1, Table, TableCell, TableColumn, Value, names, numbers, plural

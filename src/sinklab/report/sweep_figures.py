@@ -16,13 +16,12 @@ from sinklab.experiments.documents import CellRun, CellSummary, ExperimentSummar
 from sinklab.experiments.paper import statements
 from sinklab.experiments.verdicts.wording import number
 from sinklab.measuring.registry import METRICS, Evaluation, Metric
-from sinklab.plots import PlotAxis
 from sinklab.report.charts import STEPS, Drawing, Figure, dots, lines, scatter
 from sinklab.report.data import ReportedRun
 from sinklab.report.html import caption
 from sinklab.report.run_table import run_table
 from sinklab.report.sweeps import Sweep, quantity_of
-from sinklab.tables import NOTHING, SINK_1, Table, TableColumn, names
+from sinklab.tables import NOTHING, SINK_1, PlotAxis, Table, TableColumn, names
 
 OTHER_MODELS = "other models"
 CELL_NAME = re.compile(r"(.+)_(\d+(?:\.\d+)?(?:e-?\d+)?)([kMB]?)")

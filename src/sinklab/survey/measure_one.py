@@ -18,8 +18,9 @@ from torch import Tensor
 
 from sinklab.data.sources.corpora import default_text
 from sinklab.data.sources.textfiles import ReadCounts, expanded, notes_on_folder, text_files
-from sinklab.data.spelling import UNKNOWN
+from sinklab.data.tokenizers import UNKNOWN
 from sinklab.errors import InputError
+from sinklab.files import MEASUREMENT, REPORT, check_results
 from sinklab.jobs import unsaved
 from sinklab.measuring import inputs
 from sinklab.measuring.frames import remove_tables
@@ -29,7 +30,6 @@ from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.models.native import check_length
 from sinklab.opening import Model, open_model
-from sinklab.outputs import MEASUREMENT, REPORT, check_results
 from sinklab.survey.bos_check import bos_notes
 from sinklab.survey.request import Request
 

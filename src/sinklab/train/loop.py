@@ -32,8 +32,8 @@ from sinklab.train.directory.history import finite, read_metrics, rewrite_metric
 from sinklab.train.directory.lock import holder, lock_run, remove_if_empty, wait_for_holder
 from sinklab.train.directory.run import Run, establish
 from sinklab.train.evaluator import OTHER_EPS, Evaluator
-from sinklab.train.flops import model_flops, peak_flops
 from sinklab.train.parallelize import compile_blocks
+from sinklab.train.planning import model_flops, peak_flops
 from sinklab.train.recipe import Recipe
 from sinklab.train.update import DivergedError, NotFiniteError, Updater
 from sinklab.train.world import ALONE, World

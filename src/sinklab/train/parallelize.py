@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from sinklab.compiling import can_compile, compiled
+from sinklab.device import can_compile, compiled
 from sinklab.model.loss import AddedLosses
 from sinklab.model.transformer import Transformer
 from sinklab.train.config import Compile, Parallel, Recompute

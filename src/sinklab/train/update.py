@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sinklab.compiling import compiled
 from sinklab.data.loader import Prefetcher
-from sinklab.device import float32_matmul
+from sinklab.device import compiled, float32_matmul
 from sinklab.errors import SinklabError
 from sinklab.model.transformer import Transformer
 from sinklab.train.directory.checkpoint import TrainState

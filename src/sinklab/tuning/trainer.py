@@ -23,7 +23,7 @@ from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
 from sinklab.errors import SinklabError
 from sinklab.jobs import StepProgress
-from sinklab.measuring.huggingface.callback import EVAL_PREFIX, SinkCallback
+from sinklab.measuring.api import EVAL_PREFIX, SinkCallback
 from sinklab.model.loss import IGNORED
 from sinklab.models.native import is_exported
 from sinklab.tuning.chats import TokenizedChat

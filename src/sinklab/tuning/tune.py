@@ -6,8 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from sinklab.errors import InputError, SinklabError
-from sinklab.extras import require_extra
+from sinklab.errors import InputError, SinklabError, require_extra
 from sinklab.files import is_full, sha256_of
 from sinklab.jobs import JobEvent, Ledger, Observer, StepProgress, check_request, ignore
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, without_bars
@@ -111,7 +110,7 @@ def check_extra() -> None:
 
 def _train(found: Tuning, data: SftDataset, out: Path, ledger: Ledger[Tuning], observe: Observer) -> TuneEnd:
     """Run the remaining updates and write sft.json. After the last update, write the model and delete checkpoints."""
-    from sinklab.measuring.huggingface.callback import SinkCallback
+    from sinklab.measuring.api import SinkCallback
     from sinklab.tuning.trainer import TuneRecord, tuner
 
     begun, folder, steps, exit_status = time.perf_counter(), out / CHECKPOINTS, data.tuning.asked.steps, 0

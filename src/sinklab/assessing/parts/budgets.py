@@ -44,7 +44,7 @@ from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
 from sinklab.models.intercept import intercept
-from sinklab.plots import PlotAxis
+from sinklab.tables import PlotAxis
 
 FRACTIONS = (0.125, 0.25, 0.5)
 SHOWN_FULL = 0.25  # fraction f of the answers and scalar results, and fraction of heads in `retrieval`

@@ -11,7 +11,7 @@ from sinklab.assessing.part import AssessPart, PartFigure, PartNumber, PartRow
 from sinklab.assessing.reading import Effect, PartInput, refused
 from sinklab.assessing.settings import AssessSettings
 from sinklab.models.adapter import Adapter
-from sinklab.plots import PlotAxis
+from sinklab.tables import PlotAxis
 
 
 class Evicted(Effect):

@@ -29,8 +29,8 @@ from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.measuring.options import SINK_EPS
 from sinklab.models.adapter import Adapter
-from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
+from sinklab.tables import PlotAxis
 
 HeadKind = Literal["no sink", "nop", "between", "broadcast"]
 

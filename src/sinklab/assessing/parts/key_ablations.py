@@ -31,11 +31,11 @@ from sinklab.assessing.reading import Effect, PartInput, probe
 from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
-from sinklab.attention.operations.call import Call
+from sinklab.attention.operations.base import Call
 from sinklab.attention.scores import Score, compose
 from sinklab.models.adapter import Adapter
-from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
+from sinklab.tables import PlotAxis
 
 LAYERS_KEPT, KEYS_KEPT = 64, 2**19  # limits of the cache of random keys: layers, and keys per layer
 SHIFTS = (-8.0, -4.0, -2.0, -1.0, 1.0, 2.0, 4.0, 8.0)

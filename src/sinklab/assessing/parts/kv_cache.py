@@ -77,7 +77,7 @@ from sinklab.models.adapter import Adapter
 from sinklab.models.families import LATENT_WIDTH, text_config
 from sinklab.models.hooks import hooked
 from sinklab.models.intercept import intercept
-from sinklab.plots import PlotAxis
+from sinklab.tables import PlotAxis
 
 BITS = (8, 4, 3, 2)
 HEAD_BITS = 2

@@ -8,8 +8,8 @@ from sinklab.assessing.part import AssessPart, PartFigure, PartNumber, PartRow, 
 from sinklab.assessing.reading import Effect, PartInput
 from sinklab.assessing.settings import AssessSettings
 from sinklab.models.adapter import Adapter
-from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
+from sinklab.tables import PlotAxis
 
 LONGEST_UNASKED = 2**14  # tokens per sequence; for longer sequences the part runs only if `--parts` names it
 EDGES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 9 / 8, 5 / 4, 3 / 2, 7 / 4, 2, 3, 4)

@@ -19,7 +19,7 @@ from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
 from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter
-from sinklab.plots import PlotAxis
+from sinklab.tables import PlotAxis
 
 
 class KeptKeys(Effect):

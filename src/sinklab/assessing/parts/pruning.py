@@ -29,7 +29,7 @@ from sinklab.assessing.reading import DRAWS, DrawnEffect, HeadSet, PartInput, ch
 from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.models.adapter import Adapter
-from sinklab.plots import PlotAxis
+from sinklab.tables import PlotAxis
 
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5)
 SHOWN_SHARE = 0.1  # fraction of heads removed in the scalar results

@@ -42,8 +42,8 @@ from sinklab.errors import InputError
 from sinklab.measuring.statistics.details import kurtosis
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating, first_input, hooked, residual_stream, token_norms
-from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
+from sinklab.tables import PlotAxis
 
 INT8, INT4 = 8, 4
 GROUP, FP4_BLOCK = 32, 16

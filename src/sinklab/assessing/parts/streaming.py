@@ -29,7 +29,7 @@ from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.scores import Score
 from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter
-from sinklab.plots import PlotAxis
+from sinklab.tables import PlotAxis
 
 
 class CachedReading(Effect):

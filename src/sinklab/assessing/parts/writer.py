@@ -64,8 +64,8 @@ from sinklab.models.hooks import (
     residual_stream,
 )
 from sinklab.models.intercept import intercept
-from sinklab.plots import PlotAxis
 from sinklab.schema import ReadDocument
+from sinklab.tables import PlotAxis
 
 OTHER_MODULES = re.compile("attn|attention|mamba|mixer|conv|temporal|norm")  # token mixers, and norms with a gate
 STRONGEST_NEURONS = 8

@@ -15,11 +15,10 @@ from typing import Annotated
 from pydantic import Field
 
 from sinklab.attention.operations.differential import Differential, DifferentialV2
-from sinklab.attention.operations.entmax import Entmax15
 from sinklab.attention.operations.kernel import EluKernel, IdentityKernel, MlpKernel
 from sinklab.attention.operations.similarity import Elu1, Forgetting, Relu, ScalableSoftmax, Sigmoid, Softmax
 from sinklab.attention.operations.stick_breaking import StickBreaking
-from sinklab.attention.operations.threshold import ThresholdDifferential, ThresholdRectified
+from sinklab.attention.operations.threshold import Entmax15, ThresholdDifferential, ThresholdRectified
 from sinklab.attention.operations.two_pass import ClippedSoftmax, ElasticSoftmax, Softpick
 
 Operation = Annotated[

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from sinklab.attention.biases import with_extra_key
 from sinklab.attention.importance import Rows
-from sinklab.attention.operations.base import OperationPart
-from sinklab.attention.operations.call import Call
+from sinklab.attention.operations.base import Call, OperationPart
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.scores import Score
 from sinklab.schema import Example

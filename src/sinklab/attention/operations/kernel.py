@@ -21,8 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from sinklab.attention.importance import Rows
-from sinklab.attention.operations.base import OperationPart
-from sinklab.attention.operations.call import Call
+from sinklab.attention.operations.base import Call, OperationPart
 from sinklab.attention.query_blocks import CHUNK, accumulate_dtype, default_scale, grouped_product
 from sinklab.attention.scores import log_magnitude, log_relu
 from sinklab.schema import Example

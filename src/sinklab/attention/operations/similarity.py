@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from sinklab.attention.operations.base import LogSimilarity, Normalisation
-from sinklab.attention.operations.call import Call
+from sinklab.attention.operations.base import Call, LogSimilarity, Normalisation
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.scores import (
     FlexScore,

@@ -27,12 +27,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sinklab.attention import query_blocks as bl
-from sinklab.attention.chunked import add_gradients, with_graph
 from sinklab.attention.importance import Rows
 from sinklab.attention.masks import Mask, both
-from sinklab.attention.operations.base import OperationPart
-from sinklab.attention.operations.call import Call
-from sinklab.attention.primitive import eager_logits
+from sinklab.attention.operations.base import Call, OperationPart
+from sinklab.attention.primitive import add_gradients, eager_logits, with_graph
 from sinklab.attention.scores import Score
 from sinklab.schema import Example
 

@@ -9,9 +9,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from sinklab.attention.biases import SMALLEST_LOGIT
-from sinklab.attention.chunked import LARGEST_LOG_SUM
-from sinklab.attention.operations.base import LogSimilarity, Normalisation
-from sinklab.attention.operations.call import Call
+from sinklab.attention.operations.base import Call, LogSimilarity, Normalisation
+from sinklab.attention.primitive import LARGEST_LOG_SUM
 from sinklab.attention.scores import Score, log_of, per_query
 from sinklab.schema import Example, NeutralExample
 

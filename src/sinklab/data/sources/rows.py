@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from unicodedata import category
 
-from sinklab.errors import InputError, cause
-from sinklab.extras import require_extra
+from sinklab.errors import InputError, cause, require_extra
 from sinklab.files import parse_json
 
 if sys.version_info >= (3, 14):

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sinklab.data.sources.rows import FORMATS, ROWS, TEXT, is_compressed, kind_of, read_rows, readable
-from sinklab.errors import InputError
-from sinklab.extras import require_extra
+from sinklab.errors import InputError, require_extra
 
 Message = dict[str, Any]  # role, content (a string or None), and for example tool_calls
 

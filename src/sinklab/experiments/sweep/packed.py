@@ -27,9 +27,8 @@ from sinklab.assessing.assessment import ASSESSMENT
 from sinklab.errors import InputError, cause
 from sinklab.experiments.documents import RECORD, RunRecord
 from sinklab.experiments.sweep.store import MANIFESTS, read_manifests
-from sinklab.files import parse_json, sha256_of, write_gzip, write_json, write_text
-from sinklab.outputs import RECIPE
-from sinklab.train.directory.environment import ENVIRONMENT
+from sinklab.files import RECIPE, parse_json, sha256_of, write_gzip, write_json, write_text
+from sinklab.train.directory.run import ENVIRONMENT
 from sinklab.tuning.tuned_directory import SFT, tuned_beside
 
 METRICS = "metrics.jsonl"

@@ -1,8 +1,8 @@
 """Preview of a sweep: finished runs, and estimated hours of the missing runs. No file is written.
 
 The throughput is that of finished runs. If there are none, updates are timed, or matrix products if the model is large.
-The cost of a run is counted in FLOPs (`train/flops.py`): three forward passes per training sequence, one per evaluated
-sequence, and two per sequence of the sink metric.
+The cost of a run is counted in FLOPs (`train/planning.py`): three forward passes per training sequence, one per
+evaluated sequence, and two per sequence of the sink metric.
 """
 
 import json
@@ -26,8 +26,8 @@ from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 from sinklab.schema import leaves
 from sinklab.train.directory.run import resolved_precision
-from sinklab.train.flops import FORWARD_AND_BACKWARD, model_flops
 from sinklab.train.optim import build_optimizer
+from sinklab.train.planning import FORWARD_AND_BACKWARD, model_flops
 from sinklab.train.recipe import UNHASHED_TRAIN_KEYS, Recipe, load_recipe
 
 TIMED_S = 1.0  # total duration of the timed updates

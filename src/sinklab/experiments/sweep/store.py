@@ -23,7 +23,7 @@ from sinklab.experiments.sweep.plan import SweepPlan
 from sinklab.files import folders_with, read_document, write_json
 from sinklab.measuring.registry import STORED
 from sinklab.schema import ReadDocument, VersionedDocument
-from sinklab.train.directory.environment import ENVIRONMENT, recorded_hash
+from sinklab.train.directory.run import ENVIRONMENT, recorded_hash
 from sinklab.tuning.settings import TuneOptions
 from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 

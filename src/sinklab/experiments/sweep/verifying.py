@@ -24,13 +24,11 @@ from sinklab.experiments.sweep.engine import PlannedRun
 from sinklab.experiments.sweep.packed import CHECKSUMS, METRICS, read_checksums, unpack
 from sinklab.experiments.sweep.store import SweepManifest, found_runs, read_manifests, summary_of
 from sinklab.experiments.sweep.worker import train_cell
-from sinklab.files import read_document, sha256_of
-from sinklab.outputs import RECIPE
+from sinklab.files import RECIPE, read_document, sha256_of
 from sinklab.schema import leaves
 from sinklab.tables import number_text, plural
-from sinklab.train.directory.environment import read_environment
 from sinklab.train.directory.history import read_history
-from sinklab.train.directory.run import recipe_and_data
+from sinklab.train.directory.run import read_environment, recipe_and_data
 from sinklab.train.recipe import load_recipe
 
 BEGUN = "begun"

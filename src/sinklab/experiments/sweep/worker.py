@@ -38,10 +38,9 @@ from sinklab.files import parse_json, write_json
 from sinklab.measuring.batches import process_peak_mb
 from sinklab.signals import PREEMPTING, stop_on_signals
 from sinklab.train.directory.checkpoint import steps_saved
-from sinklab.train.directory.environment import recorded_hash
 from sinklab.train.directory.history import read_history, seconds_spent, timed_intervals
 from sinklab.train.directory.lock import HeldError, lock_run
-from sinklab.train.directory.run import Run, open_run
+from sinklab.train.directory.run import Run, open_run, recorded_hash
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe
 from sinklab.train.update import DivergedError

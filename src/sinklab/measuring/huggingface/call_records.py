@@ -21,17 +21,16 @@ from transformers import PreTrainedModel
 
 from sinklab.attention.importance import ColumnSums, importance_from_sums, unpadded_importance
 from sinklab.attention.layer_call import LayerCall
+from sinklab.attention.masks import RealTokens, real_tokens
 from sinklab.attention.one_pass import attend_and_sum
-from sinklab.attention.real_tokens import RealTokens, real_tokens
 from sinklab.errors import SinklabError
 from sinklab.measuring.huggingface.recorder import READ_AFTERWARDS, Recorder
-from sinklab.measuring.mask_coverage import seen_over
-from sinklab.measuring.records import LayerRecord
+from sinklab.measuring.records import LayerRecord, seen_over
 from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.measuring.statistics.statistic_base import Angles
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import hooked, token_norms
-from sinklab.models.huggingface.forward_call import CACHE, named_arguments
+from sinklab.models.huggingface.pretrained_adapter import CACHE, named_arguments
 from sinklab.models.intercept import intercept
 from sinklab.models.native import NativeAdapter
 

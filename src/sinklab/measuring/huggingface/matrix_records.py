@@ -15,18 +15,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sinklab.attention.importance import Rows, importance_from_sums, unpadded_importance
-from sinklab.attention.masks import CAUSAL, Window, visible_queries
+from sinklab.attention.masks import CAUSAL, RealTokens, Window, visible_queries
 from sinklab.attention.query_blocks import Block, accumulate_dtype
-from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import SinklabError
 from sinklab.measuring.huggingface.recorder import Recorder
-from sinklab.measuring.mask_coverage import seen_over
-from sinklab.measuring.records import LayerRecord
+from sinklab.measuring.records import LayerRecord, seen_over
 from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.models.families import family_of
 from sinklab.models.hooks import hooked, token_norms
 from sinklab.models.huggingface.anatomy import attention_implementation, attention_layers, decoder_blocks
-from sinklab.models.huggingface.forward_call import CACHE, cache_field, named_arguments
+from sinklab.models.huggingface.pretrained_adapter import CACHE, cache_field, named_arguments
 
 
 class MatrixRecords(Recorder):

@@ -21,7 +21,7 @@ from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import Adapter, adapt, check_causal_lm, unwrapped
 from sinklab.models.hooks import uncompiled
-from sinklab.models.model_lock import probed_alone
+from sinklab.models.intercept import probed_alone
 from sinklab.models.native import NativeAdapter, is_exported
 
 ONCE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinklab.attention.real_tokens import RealTokens, real_tokens
+from sinklab.attention.masks import RealTokens, real_tokens
 from sinklab.errors import SinklabError
 from sinklab.measuring.records import LayerRecord, end_to_end
 from sinklab.measuring.statistics.collecting import DetailsCollector
-from sinklab.models.huggingface.forward_call import CACHE
+from sinklab.models.huggingface.pretrained_adapter import CACHE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

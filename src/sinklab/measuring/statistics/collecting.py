@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinklab.attention.importance import Rows
+from sinklab.attention.masks import RealTokens
 from sinklab.attention.query_blocks import accumulate_dtype
-from sinklab.attention.real_tokens import RealTokens
 from sinklab.errors import InputError
 from sinklab.measuring.statistics.details import STATISTICS, Details, OfGates
 from sinklab.measuring.statistics.secondary import SecondarySearch

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from sinklab.attention import query_blocks as bl
 from sinklab.attention.importance import Rows
-from sinklab.attention.masks import Mask
+from sinklab.attention.masks import Mask, RealTokens
 from sinklab.attention.query_blocks import accumulate_dtype
-from sinklab.attention.real_tokens import RealTokens
 from sinklab.measuring.statistics.plot_specs import Column, PlotSpec
 from sinklab.models.hooks import token_norms
 from sinklab.schema import Part

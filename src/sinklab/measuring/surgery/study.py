@@ -11,8 +11,7 @@ from sinklab.measuring.driver import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options, Study
 from sinklab.measuring.surgery.ablations import measure_ablations, plan_ablation
-from sinklab.measuring.surgery.changes import replaced_position, swapped_positions
-from sinklab.measuring.surgery.mixing import MIXING_PASSES, measure_mixing
+from sinklab.measuring.surgery.changes import MIXING_PASSES, measure_mixing, replaced_position, swapped_positions
 from sinklab.measuring.surgery.propositions import LENGTH, check_propositions
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import Progress

@@ -13,11 +13,11 @@ from sinklab.models.families import (
     LAYER_KINDS,
     POSITION_TABLES,
     TOKEN_WISE_LAYERS,
+    LayerKinds,
     first_named,
     looped_layers,
     text_config,
 )
-from sinklab.models.layer_kinds import LayerKinds
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

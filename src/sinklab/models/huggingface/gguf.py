@@ -19,8 +19,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from sinklab.errors import InputError, cause
-from sinklab.extras import require_extra
+from sinklab.errors import InputError, cause, require_extra
 from sinklab.models.huggingface.anatomy import quantisation
 from sinklab.models.memory_budget import free_bytes
 

@@ -40,9 +40,8 @@ from typing import Any
 
 from pydantic import Field
 
-from sinklab.errors import InputError, SinklabError, cause
+from sinklab.errors import InputError, SinklabError, cause, require_extra
 from sinklab.experiments.sweep.engine import Event, MetricsTail, PlannedRun
-from sinklab.extras import require_extra
 from sinklab.files import append_line, write_text
 from sinklab.schema import Part
 from sinklab.signals import CALL_AGAIN, PREEMPTING, PreemptedError, stop_on_signals
