@@ -69,5 +69,5 @@ def test_the_note_of_the_leaderboard_explains_the_columns_that_it_has_and_no_oth
         make_assessment(run, str(run), 0.5, streaming=None, skipped={"streaming": "no such positions"})
     assessed = page_of(tuned).text
     assert "nats per token, relative to the unchanged model (sinklab assess)" in assessed
-    assert "Sink hidden: Sink hidden, added loss" in assessed
+    assert "Sink hidden: " not in assessed
     assert "Streaming: " not in assessed

@@ -101,7 +101,11 @@ class Leaderboard:
         notes = [
             f"Results at scale {self.scale}: medians over seeds, with the minimum and the maximum. Click a column "
             "heading to sort by the column, and again to reverse the order. Missing values are listed last.",
-            *(f"{column.title}: {column.help}." for column in table.columns if column.help),
+            *(
+                f"{column.title}: {column.help}."
+                for column in table.columns
+                if column.help and not column.help.startswith(column.title)
+            ),
         ]
         if self.assessed:
             notes.append("Added losses are in nats per token, relative to the unchanged model (sinklab assess).")
