@@ -91,3 +91,9 @@ def test_help_fits_two_screens_and_shows_no_python_types(words: str, monkeypatch
 
 def test_commands_are_found() -> None:
     assert len(shown()) > 50
+
+
+def test_the_readme_is_short() -> None:
+    text = PAGES[0].read_text(encoding="utf-8")
+    assert len(text.split()) <= 650
+    assert all(len(table.splitlines()) <= 12 for table in re.findall(r"(?:^\|.*\n)+", text, re.M))
