@@ -228,7 +228,6 @@ def test_prepared_data_can_be_trained_on(run: Run, text: Path, tmp_path: Path) -
         (["train", "tiny", "--set", "data.source=missing.txt"], "missing.txt"),
         (["lab", "--text", "missing.txt"], "missing.txt"),
         (["measure", "nowhere", "--text", "text.jsonl"], "nowhere"),
-        (["measure", "nowhere"], "--text"),
         (["report", "nowhere"], "nowhere"),
         (["data", "prepare", "missing.txt", "--tokenizer", "train:300", "--out", "x"], "missing.txt"),
         (["lab", "--steps", "0"], "--steps"),

@@ -147,11 +147,6 @@ def test_text_that_is_too_short_says_how_many_documents_are_usable(folder: Path,
         measure_model(str(folder), text, Request(length=64, sequences=2))
 
 
-def test_natural_inputs_need_a_text(folder: Path) -> None:
-    with pytest.raises(InputError, match="add --text FILE"):
-        measure_model(str(folder), None, Request())
-
-
 @pytest.mark.parametrize("options", [{"eps": 0.0}, {"eps": 1.5}, {"batch_size": 0}])
 def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InputError):

@@ -14,7 +14,7 @@ from sweep_fixtures import make_sweep
 from sinklab.commands.terminal.progress import describe
 from sinklab.commands.terminal.results import print_report, print_runs, print_summary
 from sinklab.experiments.documents import CellSummary, Summary
-from sinklab.measuring.statistics.secondary import highest_rate, later_sink
+from sinklab.measuring.statistics.highest import highest_rate, later_sink
 from sinklab.report.collect import ListedRun, collect
 from sinklab.report.leaderboard import leaderboard
 from sinklab.report.sections import experiment_sections

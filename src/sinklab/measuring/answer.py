@@ -7,7 +7,7 @@ import numpy as np
 from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Inputs
-from sinklab.measuring.statistics.secondary import NO_SINK, highest_rate
+from sinklab.measuring.statistics.highest import NO_SINK, highest_rate
 from sinklab.models.families import ranges_text
 
 STRENGTHS = ((70.0, "Strong"), (30.0, "Moderate"), (NO_SINK, "Weak"))

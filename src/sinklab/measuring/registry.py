@@ -94,7 +94,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from pydantic import ConfigDict, Field
 
-from sinklab.measuring.statistics.secondary import NO_SINK
+from sinklab.measuring.statistics.highest import NO_SINK
 from sinklab.schema import Ratio, ReadDocument, finite_or_none
 from sinklab.tables import SINK_1, TableColumn
 

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from sinklab.measuring.registry import METRICS, Evaluation
-from sinklab.measuring.statistics.secondary import later_sink
+from sinklab.measuring.statistics.highest import later_sink
 from sinklab.report.data import ReportData, ReportedRun, model_label, rates_by_eps
 from sinklab.report.run_table import DEVIATION, over_seeds, run_table
 from sinklab.tables import SINK_1, Table, TableCell, TableColumn, Value, counted, table_of

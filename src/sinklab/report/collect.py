@@ -15,7 +15,7 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.documents import SUMMARY, CellSummary, RunRecord, Summary, read_record
 from sinklab.experiments.sweep.packed import is_packed
 from sinklab.files import folders_with, if_present, parse_json, read_document, read_mapping
-from sinklab.measuring.statistics.secondary import later_sink_text
+from sinklab.measuring.statistics.highest import later_sink_text
 from sinklab.report.data import ReportData, ReportedRun, Suite, assign_cells, model_name, recipe_changes
 from sinklab.report.sweeps import Sweep, read_sweep, value_text
 from sinklab.schema import leaves

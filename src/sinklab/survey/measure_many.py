@@ -19,7 +19,7 @@ from sinklab.errors import InputError
 from sinklab.files import MEASUREMENT, REPORT, check_results, parse_json, write_json
 from sinklab.jobs import AnyDocument, JobStep, Ledger, Observer, StepProgress, check_request, ignore, run_steps, unsaved
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.statistics.secondary import in_brackets, later_sink_text
+from sinklab.measuring.statistics.highest import in_brackets, later_sink_text
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import Loading, check_config, name_in_results
 from sinklab.opening import Model, is_run, model_files, open_model

@@ -14,7 +14,7 @@ from sinklab.commands.terminal.tables import TONES, print_notes, print_table, pr
 from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import JudgedClaim, Summary
 from sinklab.measuring.answer import answer
-from sinklab.measuring.statistics.secondary import in_brackets, later_sink_text
+from sinklab.measuring.statistics.highest import in_brackets, later_sink_text
 from sinklab.report import result_tables
 from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import ListedRun

@@ -30,7 +30,7 @@ from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.measuring.statistics.statistic_base import Angles
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import hooked, token_norms
-from sinklab.models.huggingface.pretrained_adapter import CACHE, named_arguments
+from sinklab.models.huggingface.forward_call import CACHE, named_arguments
 from sinklab.models.intercept import intercept
 from sinklab.models.native import NativeAdapter
 

@@ -24,7 +24,7 @@ from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.models.families import family_of
 from sinklab.models.hooks import hooked, token_norms
 from sinklab.models.huggingface.anatomy import attention_implementation, attention_layers, decoder_blocks
-from sinklab.models.huggingface.pretrained_adapter import CACHE, cache_field, named_arguments
+from sinklab.models.huggingface.forward_call import CACHE, cache_field, named_arguments
 
 
 class MatrixRecords(Recorder):

@@ -15,7 +15,7 @@ from sinklab.attention.masks import RealTokens, real_tokens
 from sinklab.errors import SinklabError
 from sinklab.measuring.records import LayerRecord, end_to_end
 from sinklab.measuring.statistics.collecting import DetailsCollector
-from sinklab.models.huggingface.pretrained_adapter import CACHE
+from sinklab.models.huggingface.forward_call import CACHE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -25,7 +25,7 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.activations import MassiveActivation, largest_activations, strongest
 from sinklab.measuring.findings import Ablation
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.statistics.secondary import highest_rate
+from sinklab.measuring.statistics.highest import highest_rate
 from sinklab.measuring.surgery.changes import masked_first_keys, zeroed
 from sinklab.models.adapter import Adapter, residual_blocks
 from sinklab.models.hooks import evaluating

@@ -1,14 +1,8 @@
-"""`Adapter` of a Hugging Face causal language model.
-
-Arguments and output of a call of a Hugging Face model, whose KV cache has two names.
-
-From transformers 5.24 on, the KV cache is the argument and output field `cache`. In earlier versions, and in code from
-a model's repository, it is `past_key_values`.
-"""
+"""`Adapter` of a Hugging Face causal language model."""
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -45,6 +39,7 @@ from sinklab.models.hooks import (
 )
 from sinklab.models.huggingface import anatomy
 from sinklab.models.huggingface.attention_functions import foreign_attention
+from sinklab.models.huggingface.forward_call import CACHE, named_arguments
 from sinklab.models.huggingface.gates import GateLayout, find_gates
 from sinklab.models.huggingface.gguf import weights_quantised
 from sinklab.models.huggingface.hidden_keys import HiddenKeys
@@ -53,27 +48,6 @@ from sinklab.models.huggingface.piecewise_loss import fixed_output, forward_loss
 from sinklab.models.intercept import Compute, Edit, intercept
 from sinklab.models.memory_budget import Sizes, sizes_of_pretrained
 from sinklab.models.native import check_length
-
-CACHE = "cache"
-FORMER = "past_key_values"
-
-
-def named_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the passed arguments of `forward` by name, with the KV cache as `cache`; None if no cache is passed.
-
-    Args:
-        signature: signature of `forward`; the cache may be passed by either name.
-    """
-    own = CACHE if CACHE in signature.parameters else FORMER
-    renamed = {own if name in (CACHE, FORMER) else name: value for name, value in kwargs.items()}
-    arguments = signature.bind_partial(*args, **renamed).arguments
-    return {**arguments, CACHE: arguments.get(own)}
-
-
-def cache_field(output: Any) -> str:
-    """Return the name of the KV cache in the output of a model."""
-    return CACHE if CACHE in getattr(output, "__dict__", {}) else FORMER
-
 
 UNFUSED = ("eager", "sdpa")  # attention implementations that run on every device
 TRIED = 8  # tokens of trial forward passes
