@@ -38,8 +38,8 @@ def lab(
 ) -> None:
     """Train six small models that show what an attention sink is, where it moves, and when there is none.
 
-    Three have one head and learn a copy task, in a minute: softmax attention, K biases and ReLU attention. Three are
-    language models: softmax, K biases and sigmoid attention. Together they take some six minutes on two cores.
+    Three have one head and learn a copy task, within a minute: softmax attention, K biases and ReLU attention. Three are
+    language models: softmax, K biases and sigmoid attention. Together they take five to ten minutes on two cores.
 
     Example: sinklab lab --steps 500 --out runs/short
 
@@ -96,4 +96,4 @@ def print_lab(summary: "Summary", out: Path, console: "Console") -> None:
     ]
     for line in lines:
         console.print(line, markup=False, highlight=False)
-    console.print("Your own model: sinklab measure MODEL --text FILE", markup=False, highlight=False)
+    console.print("Your own model: sinklab measure MODEL", markup=False, highlight=False)
