@@ -38,7 +38,7 @@ def lab(
 ) -> None:
     """Train six small models that show what an attention sink is, where it moves, and when there is none.
 
-    Three have one head and learn a copy task, within a minute: softmax attention, K biases and ReLU attention. Three are
+    Three have one head and learn a copy task in a minute: softmax attention, K biases and ReLU attention. Three are
     language models: softmax, K biases and sigmoid attention. Together they take five to ten minutes on two cores.
 
     Example: sinklab lab --steps 500 --out runs/short
