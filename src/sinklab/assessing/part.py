@@ -1,4 +1,4 @@
-"""What all parts of an assessment share: text, effects, table rows, scalar results and figures.
+"""Base class of the parts of an assessment, with its text, effects, table rows, scalar results and figures.
 
 A part is a list of conditions on a text: a change of the model, with labels. `PairedReader.effects` (reading.py) gives
 the effect of each. Each part is a subclass of `AssessPart` in its own file in `parts/`, with its name in `PART_NAMES`

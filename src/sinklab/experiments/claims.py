@@ -282,7 +282,7 @@ class OverSubjects(QuantityClaim):
 
     @property
     def subjects(self) -> Literal["domain", "model"]:
-        """What the check compares."""
+        """The kind of subjects that are compared: domains or models."""
         return "domain" if self.kind == "alike_over_domains" else "model"
 
     def across(self, cells: tuple[str, ...]) -> Equal | Monotone:

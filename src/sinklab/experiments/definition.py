@@ -206,7 +206,7 @@ class Adaptation(Part):
 
 
 class SweepDesign(Part):
-    """What is trained or measured: cells, with their seeds and adaptations to scales. All are trained, or all measured.
+    """Design of a sweep: cells, seeds and adaptations to scales. All cells are trained, or all are measured.
 
     Attributes:
         id: identifier, used in file names and claims.
@@ -374,7 +374,7 @@ class SweepDesign(Part):
 
 
 class ClaimSet(Part):
-    """What is claimed of the results of a sweep.
+    """Claims about the results of a sweep.
 
     Attributes:
         evidence: confirmatory or exploratory; default for the claims.

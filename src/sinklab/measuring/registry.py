@@ -221,7 +221,7 @@ class Metric:
     """A number of a run, or of a measurement of an existing model.
 
     Attributes:
-        name: name in experiment files. N stands for a number, of which there may be several.
+        name: name in experiment files. The letter N is a placeholder for an integer.
         label: label in tables and charts, with {} for each number of the name.
         unit: %, nats (per token), x (a ratio), steps, points, or empty if there is none.
         decimals: number of decimals in tables.

@@ -31,6 +31,7 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -58,7 +59,7 @@ REQUEUE = [
 AGAIN = "run the same command again to resume"
 
 
-class ClusterEngine:
+class ClusterEngine(ABC):
     """Base class of the engines: runs by name, each with its job, and their events.
 
     Args:
@@ -90,9 +91,9 @@ class ClusterEngine:
                 return found
             time.sleep(0.1)
 
+    @abstractmethod
     def end_of(self, run: PlannedRun, job: Any) -> Event | None:
         """Return the last event of a run; None if its job has not ended."""
-        raise NotImplementedError
 
     def stop(self) -> None:
         """Request that all runs save a checkpoint and stop; queued runs stop as soon as they start."""
