@@ -101,7 +101,7 @@ class ClusterEngine(ABC):
         for tail, _ in self.jobs.values():
             stop_file(self.folder, tail.run).touch()
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Do nothing; submitted jobs keep running."""
 
 
