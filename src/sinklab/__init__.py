@@ -1,7 +1,8 @@
 """sinklab: attention sinks in language models.
 
     import sinklab
-    result = sinklab.measure(model, tokens)          # a Measurement: sinks, norms, loss
+    result = sinklab.measure("org/model")            # a Measurement: sinks, norms, loss; print(result) sums it up
+    result = sinklab.measure(model, tokens)          # of a model in memory, on token ids or on text=[..]
     with sinklab.probe(model) as watch:              # record the forward passes of a Hugging Face model
         model.generate(...)
     watch.layers[0].importance_BHT                   # alpha of the first attention layer, (batch, head, position)
@@ -61,6 +62,7 @@ def __getattr__(name: str) -> Any:
 
 
 display.chart = lambda measurement, what: import_module("sinklab.report.measurement_figures").chart(measurement, what)
+display.text = lambda measurement: import_module("sinklab.commands.terminal.results").measurement_text(measurement)
 display.html = lambda measurement: import_module("sinklab.report.html").html(measurement)
 
 

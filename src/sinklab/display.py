@@ -1,6 +1,7 @@
-"""Rendering functions of `Measurement`: `chart` for `plot()`, and `html` for the HTML view in notebooks.
+"""Rendering functions of `Measurement`: `chart` for `plot()`, `html` for notebooks, and `text` for `print`.
 
-`sinklab/__init__.py` sets them to functions that import `sinklab.report`, so that `sinklab.measuring` does not.
+`sinklab/__init__.py` sets them to functions that import the modules of higher layers, so that `sinklab.measuring` does
+not.
 """
 
 from collections.abc import Callable
@@ -8,3 +9,4 @@ from typing import Any
 
 chart: Callable[[Any, str], Any]
 html: Callable[[Any], str]
+text: Callable[[Any], str]

@@ -166,7 +166,7 @@ def test_losses_of_different_tokenizers_have_no_difference_and_bits_per_byte_hav
     for name, measured in found.outcome.measured.items():
         assert Measurement.load(tmp_path / "out" / name).bits_per_byte == measured.bits_per_byte is not None
     shown = io.StringIO()
-    print_measurement(found.outcome.measured["base"], Console(file=shown, width=120))
+    print_measurement(found.outcome.measured["base"], Console(file=shown, width=120), full=True)
     assert f"{found.outcome.measured['base'].bits_per_byte:.4f} bits/byte" in shown.getvalue()
     assert "Bits per byte" in write_report([tmp_path / "out"]).read_text(encoding="utf-8")
 

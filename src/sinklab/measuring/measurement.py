@@ -337,6 +337,9 @@ class Measurement(WithArrays):
         """
         write_parquet(self.columns(table), Path(path))
 
+    def __str__(self) -> str:
+        return display.text(self)
+
     def _repr_html_(self) -> str:
         return display.html(self)
 
