@@ -30,7 +30,7 @@ $(VENV)/.docs: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright --warnings
+	$(BIN)/pyrefly check
 
 test: check
 	$(BIN)/pytest -n 2
