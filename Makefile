@@ -32,6 +32,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/pyrefly check
 
+test: export PYTHONDONTWRITEBYTECODE =  # else every process of a test compiles the package again
 test: check
 	$(BIN)/pytest -n 2
 
