@@ -30,7 +30,7 @@ from functools import cache, cached_property
 from itertools import accumulate, groupby, islice
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -243,7 +243,7 @@ def _converted(folder: Path, source: str) -> tuple["Backend", dict[str, str]]:
     from transformers import AutoTokenizer
 
     try:
-        slow = AutoTokenizer.from_pretrained(folder)
+        slow: Any = AutoTokenizer.from_pretrained(folder)
         backend = slow.backend_tokenizer
     except Exception as error:  # each format's converter raises its own exceptions
         raise InputError(

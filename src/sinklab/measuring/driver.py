@@ -6,7 +6,6 @@ The attention layers are recorded by `NativeRecords` (sinklab transformers) or a
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +36,6 @@ from sinklab.models.hooks import (
 )
 from sinklab.models.memory_budget import fitting_batch
 from sinklab.models.native import NativeAdapter
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def measure(
@@ -125,7 +121,7 @@ def measure(
                 if details is not None:
                     details.begin(real)
                 loss = adapter.read(tokens_BT, real, first_target, records.paused())
-                found = details and details.batch(F.pad(tokens_BT, (adapter.leading, 0)))
+                found = None if details is None else details.batch(F.pad(tokens_BT, (adapter.leading, 0)))
                 batch = batch_of(records.layers, hidden, real, loss, found, adapter.leading, before).on_cpu()
             if batch is not None:
                 totals.add(batch)  # not in the attempt, which may fail and be repeated
@@ -163,7 +159,7 @@ def _recording(
         return native_records(adapter, lengths, details, dormant)
     from sinklab.measuring.huggingface.probe import adapter_records
 
-    return adapter_records(cast("PreTrainedModel", adapter.module), adapter, lengths, details)
+    return adapter_records(adapter.module, adapter, lengths, details)
 
 
 def _after_leading(leading: int, mask_BT: Tensor) -> RealTokens:

@@ -87,7 +87,7 @@ def propositions_table(measured: Labelled) -> Table | None:
         TableColumn("Bound", "minimum slack", ".1e"),
         TableColumn("Proposition", "within rounding", text=True),
     ]
-    rows = []
+    rows: list[list[Value]] = []
     for label, one in found:
         says = (
             ("holds", "does not hold")
@@ -258,7 +258,7 @@ def layers_table(measured: Labelled) -> Table:
             rows.append([f"{_prefix(label)}input", None, None, None, hidden[0], *[None] * (4 + len(titles))])
         for layer in range(m.layers):
             heads_H = m.importance[layer, :, 0]
-            found = [
+            found: list[Value] = [
                 f"{_prefix(label)}{'layer ' if label else ''}{layer + 1}",
                 float(heads_H.mean()),
                 None if m.importance_visible is None else float(m.importance_visible[layer, :, 0].mean()),

@@ -21,7 +21,7 @@ A fraction f of the KV heads keeps all keys and the other heads keep C keys. The
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -129,7 +129,7 @@ class Budgets(AssessPart):
         costliest = [(one.layer, one.head) for one in sorted(heads, key=lambda one: -one.kl)]
         least = sorted(names, key=lambda head: sink_shares[head])
         reader, draw = given.reader(), random.Random(settings.seed)
-        conditions = []
+        conditions: list[tuple[dict[str, float | str], Sequence[Callable[[LayerCall], LayerCall]]]] = []
         for full in FRACTIONS:
             count = round(full * len(names))
             keys = (count * S + (len(names) - count) * size.keys) / len(names)

@@ -7,6 +7,7 @@ outside a sliding window, are not kept.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ class PromptCache(AssessPart):
             share = None if kept is None else float(kept.mean())
             labels = {"method": edit.policy.name, "budget": edit.size.keys, "first_kept": share}
             found.append(KeptKeys(**labels, **effect.model_dump()))
-        shared = {**reader.result_fields(), "unchanged": reader.unchanged.effect(start=prompt + 2)}
+        shared: dict[str, Any] = {**reader.result_fields(), "unchanged": reader.unchanged.effect(start=prompt + 2)}
         return cls(**shared, prompt=prompt, first=settings.most_kept, methods=found)
 
     def rows(self) -> Iterator[PartRow]:
