@@ -30,7 +30,7 @@ from sinklab.models.huggingface.loading import (
     name_in_results,
     pick_dtype,
 )
-from sinklab.models.huggingface.rendering import Conversations
+from sinklab.models.huggingface.tokenizer_files import Conversations
 
 WEIGHTS = ("*.safetensors", "*.gguf", "config.json", "adapter_config.json", "recipe.yaml", "*.py")
 TOKENIZER = (*TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json")
@@ -207,7 +207,7 @@ def model_files(place: Path) -> str | None:
 
 def _pretrained(name: str, place: str, loading: Loading) -> Model:
     """Load the Hugging Face model at `place`; `name` is its name in results."""
-    from sinklab.models.huggingface.anatomy import vocabulary_size
+    from sinklab.models.families import vocabulary_size
 
     loaded = load_pretrained(place, loading)
     rows, declared = vocabulary_size(loaded.model), getattr(text_config(loaded.model.config), "bos_token_id", None)

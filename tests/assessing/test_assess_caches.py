@@ -18,8 +18,7 @@ from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.assessing.reading import PairedReader, changed_attention
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError
-from sinklab.models.hooks import evaluating
-from sinklab.models.intercept import Edit
+from sinklab.models.hooks import Edit, evaluating
 from sinklab.models.native import NativeAdapter
 
 

@@ -15,7 +15,7 @@ from sinklab.measuring.api import measure
 from sinklab.measuring.huggingface.probe import probe
 from sinklab.measuring.surgery import swapped_positions
 from sinklab.models.adapter import adapt
-from sinklab.models.huggingface.anatomy import attention_layers
+from sinklab.models.families import attention_layers
 
 
 @pytest.mark.parametrize("family", FAMILIES)

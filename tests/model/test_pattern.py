@@ -19,7 +19,7 @@ from sinklab.measuring.surgery.propositions import check_propositions
 from sinklab.model.llama import llama_weights
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import adapt
-from sinklab.models.intercept import intercept
+from sinklab.models.hooks import intercept
 from sinklab.train.planning import model_flops
 from sinklab.train.recipe import Recipe, build_recipe, load_recipe
 

@@ -24,9 +24,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from sinklab.attention.importance import importance_from_sums
 from sinklab.errors import InputError, cause
 from sinklab.measuring.huggingface.call_records import call_records
-from sinklab.models.families import EXPERT_COUNTS, text_config
+from sinklab.models.families import EXPERT_COUNTS, attention_implementation, text_config
 from sinklab.models.hooks import evaluating
-from sinklab.models.huggingface.anatomy import attention_implementation
 from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 from sinklab.schema import Part
 

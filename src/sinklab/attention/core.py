@@ -1,6 +1,6 @@
 """Attention core: computes the attention output from q, k and v with the operation, bias and mask of a recipe.
 
-Training and measuring use the same code. Every call is a `LayerCall`, which `models/intercept.py` can observe or
+Training and measuring use the same code. Every call is a `LayerCall`, which `models/hooks.py` can observe or
 change. The model computes projections and RoPE before it calls the core; the core applies relative position biases.
 
 B batch, H query heads, G KV heads, T queries, L key positions, D key dimension, V value dimension.
@@ -43,7 +43,7 @@ class AttentionCore(nn.Module):
         proxy: True if the attention weights of a row do not sum to one; importance is then computed from proxy scores.
         bias: parameters of the attention bias.
         learned: learned parameters of the operation; None for operations without parameters.
-        call_handler: function that computes the output in place of the core. `intercept` (models/intercept.py) sets
+        call_handler: function that computes the output in place of the core. `intercept` (models/hooks.py) sets
             it; otherwise None.
     """
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sinklab.attention import importance as metrics
 from sinklab.errors import SinklabError
-from sinklab.measuring import metrics
 from sinklab.measuring.activations import MassiveActivation
 from sinklab.measuring.batches import Cost
 from sinklab.measuring.measurement import Measurement

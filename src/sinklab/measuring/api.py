@@ -20,8 +20,7 @@ from sinklab.measuring.options import Inputs, Options, Study
 from sinklab.measuring.surgery.study import measure_with_study
 from sinklab.models.adapter import LanguageModel, adapt, unwrapped
 from sinklab.models.families import text_config
-from sinklab.models.hooks import Progress
-from sinklab.models.intercept import measured_in_turn
+from sinklab.models.hooks import Progress, measured_in_turn
 from sinklab.models.native import NativeAdapter
 from sinklab.schema import finite_or_none
 

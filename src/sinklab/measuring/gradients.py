@@ -16,10 +16,10 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from sinklab.attention.importance import first_to_rest
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.batches import Batches
-from sinklab.measuring.metrics import first_to_rest
 from sinklab.models.adapter import Adapter
 from sinklab.models.hooks import evaluating, requiring_grad
 from sinklab.models.memory_budget import fitting_batch

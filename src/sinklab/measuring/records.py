@@ -25,8 +25,7 @@ from sinklab.errors import SinklabError
 from sinklab.measuring.statistics.collecting import BatchDetails, DetailsCollector
 from sinklab.measuring.statistics.statistic_base import Angles
 from sinklab.models.families import layers_text
-from sinklab.models.hooks import token_norms
-from sinklab.models.intercept import intercept
+from sinklab.models.hooks import intercept, token_norms
 from sinklab.models.native import NativeAdapter
 
 

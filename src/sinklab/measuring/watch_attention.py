@@ -33,8 +33,7 @@ from sinklab.measuring.options import Options
 from sinklab.measuring.records import LayerRecord, batch_of, end_to_end, record_of
 from sinklab.models.adapter import type_text
 from sinklab.models.hooks import hooked, token_norms
-from sinklab.models.huggingface.attention_functions import as_for_sdpa
-from sinklab.models.huggingface.interface import read_call
+from sinklab.models.huggingface.interface import as_for_sdpa, read_call
 
 ROUNDING = 0.01  # difference of a row sum from one that is attributed to rounding, in bfloat16 too
 ADVICE = (

@@ -53,7 +53,7 @@ class Attention(nn.Module):
         layer: layer number, 1-based.
 
     Attributes:
-        edited_mask: mask of the current call after all edits (models/intercept.py), if `sees_one_key` needs it; None
+        edited_mask: mask of the current call after all edits (models/hooks.py), if `sees_one_key` needs it; None
             otherwise.
     """
 

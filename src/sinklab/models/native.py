@@ -24,8 +24,7 @@ from sinklab.model.loss import next_token_loss
 from sinklab.model.position import Absolute, Learnable, PositionKind, Rotary, frequencies, rotate, rotate_first
 from sinklab.model.transformer import Transformer, check_on_one_device
 from sinklab.models.families import LayerKinds, family_of
-from sinklab.models.hooks import NO_CACHE, FirstColumns, hooked
-from sinklab.models.intercept import Compute, Edit, intercept
+from sinklab.models.hooks import NO_CACHE, Compute, Edit, FirstColumns, hooked, intercept
 from sinklab.models.memory_budget import Sizes
 
 

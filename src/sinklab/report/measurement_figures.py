@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from sinklab.assessing.parts.heads import Heads
+from sinklab.attention import importance as metrics
 from sinklab.errors import InputError
-from sinklab.measuring import metrics
 from sinklab.measuring.explored import Explored
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics import plot_specs

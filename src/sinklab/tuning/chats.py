@@ -26,7 +26,7 @@ from torch import Tensor
 from sinklab.data.sources.textfiles import Message, ReadCounts, read_conversations
 from sinklab.errors import InputError
 from sinklab.measuring.inputs import default_prefix
-from sinklab.models.huggingface.rendering import MARK, Rendered, render_chat
+from sinklab.models.huggingface.tokenizer_files import MARK, Rendered, render_chat
 from sinklab.tables import plural
 
 if TYPE_CHECKING:

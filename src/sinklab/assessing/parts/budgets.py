@@ -43,7 +43,7 @@ from sinklab.assessing.reading import (
 from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
-from sinklab.models.intercept import intercept
+from sinklab.models.hooks import intercept
 from sinklab.tables import PlotAxis
 
 FRACTIONS = (0.125, 0.25, 0.5)

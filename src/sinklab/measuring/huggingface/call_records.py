@@ -29,9 +29,8 @@ from sinklab.measuring.records import LayerRecord, seen_over
 from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.measuring.statistics.statistic_base import Angles
 from sinklab.models.adapter import Adapter
-from sinklab.models.hooks import hooked, token_norms
+from sinklab.models.hooks import hooked, intercept, token_norms
 from sinklab.models.huggingface.forward_call import CACHE, named_arguments
-from sinklab.models.intercept import intercept
 from sinklab.models.native import NativeAdapter
 
 FINGERPRINT = 4  # number of leading channels of a key that identify it in a later pass

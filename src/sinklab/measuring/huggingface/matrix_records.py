@@ -21,9 +21,8 @@ from sinklab.errors import SinklabError
 from sinklab.measuring.huggingface.recorder import Recorder
 from sinklab.measuring.records import LayerRecord, seen_over
 from sinklab.measuring.statistics.collecting import DetailsCollector
-from sinklab.models.families import family_of
+from sinklab.models.families import attention_implementation, attention_layers, decoder_blocks, family_of
 from sinklab.models.hooks import hooked, token_norms
-from sinklab.models.huggingface.anatomy import attention_implementation, attention_layers, decoder_blocks
 from sinklab.models.huggingface.forward_call import CACHE, cache_field, named_arguments
 
 

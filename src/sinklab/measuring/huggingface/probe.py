@@ -20,8 +20,7 @@ from sinklab.measuring.huggingface.recorder import READ_AFTERWARDS, Recorder
 from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import Adapter, adapt, check_causal_lm, unwrapped
-from sinklab.models.hooks import uncompiled
-from sinklab.models.intercept import probed_alone
+from sinklab.models.hooks import probed_alone, uncompiled
 from sinklab.models.native import NativeAdapter, is_exported
 
 ONCE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)

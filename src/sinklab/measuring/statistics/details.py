@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from pydantic import ConfigDict, FiniteFloat, SerializerFunctionWrapHandler, model_serializer, model_validator
 from torch import Tensor
 
-from sinklab.measuring.metrics import first_to_rest
+from sinklab.attention.importance import first_to_rest
 from sinklab.measuring.statistics.plot_specs import (
     BlockLines,
     BucketLines,

@@ -23,8 +23,15 @@ from sinklab.errors import InputError
 from sinklab.measuring.findings import Mixing
 from sinklab.measuring.options import check_pair
 from sinklab.models.adapter import Adapter, LanguageModel, adapt, residual_blocks
-from sinklab.models.hooks import changed_entries, evaluating, hidden_states, hooked, residual_stream, token_norms
-from sinklab.models.intercept import probed_alone
+from sinklab.models.hooks import (
+    changed_entries,
+    evaluating,
+    hidden_states,
+    hooked,
+    probed_alone,
+    residual_stream,
+    token_norms,
+)
 from sinklab.models.native import is_exported
 
 

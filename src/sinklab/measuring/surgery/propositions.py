@@ -31,9 +31,8 @@ from sinklab.attention.layer_call import LayerCall
 from sinklab.measuring.findings import Propositions
 from sinklab.model.position import PositionKind
 from sinklab.models.adapter import Adapter, residual_blocks
-from sinklab.models.hooks import evaluating, residual_stream
-from sinklab.models.huggingface.anatomy import quantisation
-from sinklab.models.intercept import intercept
+from sinklab.models.families import quantisation
+from sinklab.models.hooks import evaluating, intercept, residual_stream
 from sinklab.models.memory_budget import FLOAT, SHARE, free_bytes
 
 if TYPE_CHECKING:

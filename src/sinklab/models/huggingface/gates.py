@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.models.families import GATES, OUTPUT, QUERIES
-from sinklab.models.hooks import evaluating, hooked
-from sinklab.models.intercept import Compute
+from sinklab.models.hooks import Compute, evaluating, hooked
 
 
 @dataclass(frozen=True)

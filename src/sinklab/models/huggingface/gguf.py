@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from sinklab.errors import InputError, cause, require_extra
-from sinklab.models.huggingface.anatomy import quantisation
+from sinklab.models.families import quantisation
 from sinklab.models.memory_budget import free_bytes
 
 if TYPE_CHECKING:

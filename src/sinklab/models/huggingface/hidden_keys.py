@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from sinklab.errors import SinklabError
+from sinklab.models import families as anatomy
 from sinklab.models.families import family_of
 from sinklab.models.hooks import FirstColumns, forward_pass_hooks
-from sinklab.models.huggingface import anatomy
 
 MASKLESS = ("flash", "flex", "paged")
 """Substrings of the names of attention implementations that accept no explicit mask."""

@@ -26,11 +26,10 @@ from sinklab import register
 from sinklab.device import float32_if_emulated, pick_device
 from sinklab.errors import InputError, cause, require_extra
 from sinklab.files import parse_json
-from sinklab.models.dtypes import dtype_name
-from sinklab.models.families import OTHER_HEAD, text_config
-from sinklab.models.huggingface.anatomy import quantisation, vocabulary_size
+from sinklab.models.families import OTHER_HEAD, quantisation, text_config, vocabulary_size
 from sinklab.models.huggingface.gguf import Gguf, check_memory, find_gguf, read_header
 from sinklab.models.huggingface.tokenizer_files import TokenizerKind, check_counts, check_index, load_tokenizer
+from sinklab.settings import dtype_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.model.loss import IGNORED
-from sinklab.models.huggingface.anatomy import bodies, vocabulary_size
+from sinklab.models.families import bodies, vocabulary_size
 from sinklab.models.memory_budget import LOGITS_AT_ONCE, LOGITS_AT_ONCE_CUDA
 
 LOGITS_IN_CACHE = 2**20  # logits per chunk of log-probabilities: 4 MB in float32

@@ -17,6 +17,7 @@ from sinklab.attention.masks import RealTokens, real_tokens
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import InputError, SinklabError, cause, is_out_of_memory
 from sinklab.model.position import PositionKind, alibi_terms
+from sinklab.models import families as anatomy
 from sinklab.models.families import (
     ROTARY_CLASS,
     ROTARY_EMBEDDING,
@@ -30,22 +31,27 @@ from sinklab.models.families import (
 from sinklab.models.hooks import (
     NO_BLOCKS,
     NO_CACHE,
+    Compute,
+    Edit,
     FirstColumns,
     evaluating,
     forward_pass_hooks,
     hooked,
+    intercept,
     replaced_inputs,
     residual_stream,
 )
-from sinklab.models.huggingface import anatomy
-from sinklab.models.huggingface.attention_functions import foreign_attention
 from sinklab.models.huggingface.forward_call import CACHE, named_arguments
 from sinklab.models.huggingface.gates import GateLayout, find_gates
 from sinklab.models.huggingface.gguf import weights_quantised
 from sinklab.models.huggingface.hidden_keys import HiddenKeys
-from sinklab.models.huggingface.interface import OwnAttention, attention_computed_by, attention_modules
+from sinklab.models.huggingface.interface import (
+    OwnAttention,
+    attention_computed_by,
+    attention_modules,
+    foreign_attention,
+)
 from sinklab.models.huggingface.piecewise_loss import fixed_output, forward_loss, has_piecewise_logits
-from sinklab.models.intercept import Compute, Edit, intercept
 from sinklab.models.memory_budget import Sizes, sizes_of_pretrained
 from sinklab.models.native import check_length
 
