@@ -23,8 +23,8 @@ from sinklab import display
 
 if TYPE_CHECKING:
     from sinklab.measuring.api import SinkCallback, measure
-    from sinklab.measuring.huggingface.probe import probe
     from sinklab.measuring.measurement import Measurement
+    from sinklab.measuring.probe import probe
     from sinklab.measuring.watch_attention import record_attention, watch_attention
 
 __version__ = "0.2.0"
@@ -33,7 +33,7 @@ __all__ = ["Measurement", "SinkCallback", "measure", "probe", "record_attention"
 
 _MODULES = {
     "measure": "sinklab.measuring.api",
-    "probe": "sinklab.measuring.huggingface.probe",
+    "probe": "sinklab.measuring.probe",
     "SinkCallback": "sinklab.measuring.api",
     "Measurement": "sinklab.measuring.measurement",
     "watch_attention": "sinklab.measuring.watch_attention",

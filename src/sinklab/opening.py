@@ -239,8 +239,7 @@ def _pretrained(name: str, place: str, loading: Loading) -> Model:
 
 def _run(name: str, loading: Loading, step: int | None) -> Model:
     """Load a run. Its `arrange` uses the data loader of training, which inserts BOS, fixed and random tokens."""
-    from sinklab.data.loader import Loader
-    from sinklab.data.shards import TokenFile
+    from sinklab.data.loader import Loader, TokenFile
     from sinklab.data.tokenizers import load_tokenizer
     from sinklab.train.directory.run import load_run, recipe_and_data
 

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from sinklab.attention import masks
 from sinklab.attention.config import AttentionConfig, kinds_of
-from sinklab.attention.core import AttentionCore
+from sinklab.attention.layer_call import AttentionCore
 from sinklab.attention.primitive import chunked_attend
 
 

@@ -21,7 +21,7 @@ from sampling import one_in
 from torch import Tensor
 
 from sinklab.attention.config import WindowMask
-from sinklab.attention.core import AttentionCore
+from sinklab.attention.layer_call import AttentionCore
 from sinklab.attention.query_blocks import CHUNK
 from sinklab.measuring.api import measure
 from sinklab.measuring.driver import measure as measure_tokens

@@ -14,7 +14,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from sinklab.errors import InputError
 from sinklab.measuring.api import measure
 from sinklab.model.block import DecoderBlock, LinearBlock
-from sinklab.model.llama import differences
+from sinklab.model.huggingface import differences
 from sinklab.model.mixer import LinearAttention
 from sinklab.model.transformer import Transformer
 from sinklab.train.recipe import build_recipe, load_recipe

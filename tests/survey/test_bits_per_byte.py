@@ -19,10 +19,9 @@ import sinklab
 from sinklab.commands.terminal.results import print_measurement
 from sinklab.data.tokenizers import UNKNOWN, spelling
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options
+from sinklab.measuring.options import Options, Request
 from sinklab.report.page import write_report
-from sinklab.survey.measure_one import measure_model
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_model
 from sinklab.survey.suites import compare_models, compared_rows
 
 SMALL = Request(sequences=4, length=16)

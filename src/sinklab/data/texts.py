@@ -15,19 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from sinklab.data.config import Mix, WeightedMix
-from sinklab.data.shards import DTYPES, Settings, dtype_for
-from sinklab.data.sources.corpora import (
-    PREFIX,
+from sinklab.data.corpora import (
+    HUB,
     cut,
     documents,
     hub_documents,
     hub_files,
     known_sum,
+    parse,
     size_of,
     total_bytes,
+    word_tokenizer,
 )
-from sinklab.data.sources.synthetic import parse, word_tokenizer
-from sinklab.data.sources.textfiles import ReadCounts, expanded, plain_conversation, read_documents, text_files
+from sinklab.data.loader import DTYPES, Settings, dtype_for
+from sinklab.data.textfiles import ReadCounts, expanded, plain_conversation, read_documents, text_files
 from sinklab.data.tokenizers import Tokenizer, load_tokenizer, train_bpe, trained_size
 from sinklab.errors import InputError
 
@@ -75,7 +76,7 @@ class Stream:
         """
         if self.files is None:
             yield from documents(self.source, counts=counts)
-        elif self.source.startswith(PREFIX):
+        elif self.source.startswith(HUB):
             yield from hub_documents(self.source, files=list(self.files), counts=counts)
         else:
             for file in self.files:
@@ -115,7 +116,7 @@ def streams(source: str, mix: Mix) -> list[Stream]:
     """
     folder = expanded(source)
     sizes: dict[str, int | None]
-    if source.startswith(PREFIX):
+    if source.startswith(HUB):
         sizes = dict.fromkeys(hub_files(source))
     elif folder.is_dir():
         sizes = {path.relative_to(folder).as_posix(): size_of(path) for path in text_files(folder)}

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from sinklab.data.sources.textfiles import expanded
+from sinklab.data.textfiles import expanded
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json, write_text
 

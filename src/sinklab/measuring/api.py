@@ -14,10 +14,10 @@ from transformers.training_args import TrainingArguments
 from sinklab.attention.masks import real_tokens
 from sinklab.errors import InputError
 from sinklab.measuring.driver import measure as measure_tokens
+from sinklab.measuring.driver import measure_with_study
 from sinklab.measuring.inputs import token_matrix
 from sinklab.measuring.measurement import FED, Fed, Measurement
 from sinklab.measuring.options import Inputs, Options, Study
-from sinklab.measuring.surgery.study import measure_with_study
 from sinklab.models.adapter import LanguageModel, adapt, unwrapped
 from sinklab.models.families import text_config
 from sinklab.models.hooks import Progress, measured_in_turn
@@ -71,9 +71,9 @@ def measure(
             (explored.py). This takes one more forward pass, and one byte per head, query and key. In a model with more
             than 1,000 heads, `maps` is required, and only the heads in `maps` are saved.
         gradients: also measure the gradient norm of the loss at the attention input, by layer and position, and the
-            ratio R_GS of gradient sinks (gradients.py). This takes another forward and a backward pass per batch.
+            ratio R_GS of gradient sinks (driver.py). This takes another forward and a backward pass per batch.
             Padding is not supported.
-        ablate: ablations to measure: "mask_first:N", "no_bos", "zero_massive", "zero_massive:LAYER" (ablations.py).
+        ablate: ablations to measure: "mask_first:N", "no_bos", "zero_massive", "zero_massive:LAYER" (surgery.py).
             Padding is not supported.
         perturb: 1-based position whose token is replaced, to measure how far the effect spreads (mixing.py). Padding is
             not supported.

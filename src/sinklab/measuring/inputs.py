@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinklab.data.sources.corpora import documents
-from sinklab.data.sources.textfiles import (
+from sinklab.data.corpora import documents
+from sinklab.data.textfiles import (
     ChatText,
     ReadCounts,
     Render,
@@ -128,7 +128,7 @@ def natural_text(
     """Tokenise real text and cut it into sequences.
 
     Args:
-        text: text file, folder of such files, or another source of documents (data/sources/corpora.py).
+        text: text file, folder of such files, or another source of documents (data/corpora.py).
         encode: function that encodes a document, such as a `DocumentEncoder`.
         sequences, length: N and T; T includes the prefix of a sequence.
         fewer: accept fewer sequences, but at least one, if the text is too short.

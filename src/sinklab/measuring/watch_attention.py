@@ -26,8 +26,7 @@ from sinklab.attention.masks import Dense, real_tokens
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.scores import Score, compose
 from sinklab.errors import InputError, SinklabError
-from sinklab.measuring.accumulate import Accumulator, measurement_from
-from sinklab.measuring.batches import Cost
+from sinklab.measuring.accumulate import Accumulator, Cost, measurement_from
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.measuring.records import LayerRecord, batch_of, end_to_end, record_of

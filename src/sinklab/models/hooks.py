@@ -14,10 +14,16 @@ With `unchanged`, and for a model with an attention function that is not transfo
 called, and an observer's output is not used (`LibraryKernel.fixed`).
 
 Locks of a model. Measuring and probing change its hooks, modes and configs: one thread at a time may do each.
+
+Arguments and output of a call of a Hugging Face model, whose KV cache has two names.
+
+From transformers 5.24 on, the KV cache is the argument and output field `cache`. In earlier versions, and in code from
+a model's repository, it is `past_key_values`.
 """
 
+import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -379,3 +385,24 @@ def intercept(
             else:
                 del _handlers[adapter.module]
                 handler.installed.close()
+
+
+CACHE = "cache"
+FORMER = "past_key_values"
+
+
+def named_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the passed arguments of `forward` by name, with the KV cache as `cache`; None if no cache is passed.
+
+    Args:
+        signature: signature of `forward`; the cache may be passed by either name.
+    """
+    own = CACHE if CACHE in signature.parameters else FORMER
+    renamed = {own if name in (CACHE, FORMER) else name: value for name, value in kwargs.items()}
+    arguments = signature.bind_partial(*args, **renamed).arguments
+    return {**arguments, CACHE: arguments.get(own)}
+
+
+def cache_field(output: Any) -> str:
+    """Return the name of the KV cache in the output of a model."""
+    return CACHE if CACHE in getattr(output, "__dict__", {}) else FORMER

@@ -11,18 +11,17 @@ from torch import Tensor, nn
 
 from sinklab.attention import masks
 from sinklab.attention.config import CausalMask
-from sinklab.attention.core import AttentionCore
-from sinklab.attention.layer_call import LayerCall, ShiftRope
+from sinklab.attention.layer_call import AttentionCore, LayerCall, ShiftRope
 from sinklab.attention.masks import RealTokens, real_tokens
 from sinklab.attention.operations import Softmax
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import InputError, SinklabError
 from sinklab.model.block import Attention
 from sinklab.model.config import ModelConfig
-from sinklab.model.gate import OutputGating, ValueGating, ValueScaling
 from sinklab.model.loss import next_token_loss
 from sinklab.model.position import Absolute, Learnable, PositionKind, Rotary, frequencies, rotate, rotate_first
 from sinklab.model.transformer import Transformer, check_on_one_device
+from sinklab.model.values import OutputGating, ValueGating, ValueScaling
 from sinklab.models.families import LayerKinds, family_of
 from sinklab.models.hooks import NO_CACHE, Compute, Edit, FirstColumns, hooked, intercept
 from sinklab.models.memory_budget import Sizes

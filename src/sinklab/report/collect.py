@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from sinklab.assessing.assessment import ASSESSMENT, load_assessment
+from sinklab.assessing.assess_model import ASSESSMENT, load_assessment
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.documents import SUMMARY, CellSummary, RunRecord, Summary, read_record
 from sinklab.experiments.sweep.packed import is_packed

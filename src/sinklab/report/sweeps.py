@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
-from sinklab.assessing.assessment import ASSESSMENT, Assessment, load_assessment
+from sinklab.assessing.assess_model import ASSESSMENT, Assessment, load_assessment
 from sinklab.experiments.documents import (
     ANALYSES,
     GRID,

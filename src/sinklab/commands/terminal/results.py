@@ -25,7 +25,7 @@ from sinklab.tables import Table, TableCell, TableColumn, names, number_text, nu
 from sinklab.train.directory.history import read_history
 
 if TYPE_CHECKING:
-    from sinklab.assessing.assessment import Assessment
+    from sinklab.assessing.assess_model import Assessment
     from sinklab.evaluating.evaluation import DownstreamScores, TaskMetric
     from sinklab.experiments.sweep.verifying import Verified
     from sinklab.measuring.measurement import Measurement

@@ -17,24 +17,22 @@ from pydantic import ConfigDict, FiniteFloat, SerializerFunctionWrapHandler, mod
 from torch import Tensor
 
 from sinklab.attention.importance import first_to_rest
-from sinklab.measuring.statistics.plot_specs import (
-    BlockLines,
-    BucketLines,
-    Column,
-    HeadMap,
-    MatrixMap,
-    PositionMap,
-    SequenceLines,
-)
 from sinklab.measuring.statistics.secondary import Percent, Secondary, SecondarySink, SecondaryToken
 from sinklab.measuring.statistics.statistic_base import (
     Array,
     ArrayOrNone,
+    BlockLines,
+    BucketLines,
+    Column,
+    HeadMap,
     Layer,
+    MatrixMap,
     OfRows,
     OfStates,
     OfStream,
+    PositionMap,
     ScoreBlock,
+    SequenceLines,
     Statistic,
     WithArrays,
 )

@@ -29,6 +29,7 @@ from sinklab.models.families import (
     text_config,
 )
 from sinklab.models.hooks import (
+    CACHE,
     NO_BLOCKS,
     NO_CACHE,
     Compute,
@@ -38,20 +39,25 @@ from sinklab.models.hooks import (
     forward_pass_hooks,
     hooked,
     intercept,
+    named_arguments,
     replaced_inputs,
     residual_stream,
 )
-from sinklab.models.huggingface.forward_call import CACHE, named_arguments
-from sinklab.models.huggingface.gates import GateLayout, find_gates
+from sinklab.models.huggingface.gates import (
+    GateLayout,
+    HiddenKeys,
+    find_gates,
+    fixed_output,
+    forward_loss,
+    has_piecewise_logits,
+)
 from sinklab.models.huggingface.gguf import weights_quantised
-from sinklab.models.huggingface.hidden_keys import HiddenKeys
 from sinklab.models.huggingface.interface import (
     OwnAttention,
     attention_computed_by,
     attention_modules,
     foreign_attention,
 )
-from sinklab.models.huggingface.piecewise_loss import fixed_output, forward_loss, has_piecewise_logits
 from sinklab.models.memory_budget import Sizes, sizes_of_pretrained
 from sinklab.models.native import check_length
 

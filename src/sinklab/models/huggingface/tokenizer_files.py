@@ -31,7 +31,7 @@ from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from sinklab.data.sources.textfiles import ChatText, Message, plain_conversation
+from sinklab.data.textfiles import ChatText, Message, plain_conversation
 from sinklab.data.tokenizers import PROBES
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.files import read_mapping

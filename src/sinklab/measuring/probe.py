@@ -14,9 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from sinklab.errors import SinklabError
-from sinklab.measuring.huggingface.call_records import call_records
-from sinklab.measuring.huggingface.matrix_records import matrix_records
-from sinklab.measuring.huggingface.recorder import READ_AFTERWARDS, Recorder
+from sinklab.measuring.pretrained_records import READ_AFTERWARDS, Recorder, call_records, matrix_records
 from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import Adapter, adapt, check_causal_lm, unwrapped
@@ -79,7 +77,7 @@ def probe(model: PreTrainedModel) -> Iterator[Recorder]:
     value norms: a few numbers per head and token, which are kept until `clear()` is called. The sequences of several
     passes are concatenated as in one batch. A pass that continues from a KV cache, or repeats the sequences of the last
     pass with tokens appended, extends their records. A model that bypasses transformers' attention interface
-    (matrix_records.py) supports no KV cache: call `generate` with `use_cache=False`.
+    (`MatrixRecords`) supports no KV cache: call `generate` with `use_cache=False`.
 
     Forward passes remain the same bit for bit, in training too: the model's own attention functions are called. The
     attention weights are computed from their queries, keys and mask, and their outputs are compared with those of
@@ -97,7 +95,7 @@ def probe(model: PreTrainedModel) -> Iterator[Recorder]:
         SinklabError: if another thread probes the model. In a forward pass, if an attention function does not compute
             softmax attention (then use `watch_attention`), the attention of some layer cannot be recorded, only a
             submodule was called, or the KV cache was started before the probe, was cropped or reordered, or is not
-            supported (static; matrix_records.py). In `generate`, if the generation mode is not supported.
+            supported (static; `MatrixRecords`). In `generate`, if the generation mode is not supported.
         InputError: if the model is not a Hugging Face model or its weights are on the meta device. In a forward pass,
             if the attention mask is not a padding mask.
     """

@@ -73,7 +73,7 @@ def attention_matrices(adapter: Adapter, tokens_BT: Tensor) -> tuple[list[Tensor
             with intercept(adapter, observe=observe):
                 adapter.run(tokens_BT)
         else:
-            from sinklab.measuring.huggingface.matrix_records import eager_attention
+            from sinklab.measuring.pretrained_records import eager_attention
 
             with eager_attention(cast("PreTrainedModel", model)):
                 attention.extend(model(tokens_BT, use_cache=False, output_attentions=True).attentions)
