@@ -13,11 +13,11 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Request
 from sinklab.models.huggingface.loading import Loading
 from sinklab.opening import open_model
+from sinklab.survey.api import measure
 from sinklab.survey.measure import measure_loaded, measure_model, read_tokens
 
 BODY = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"

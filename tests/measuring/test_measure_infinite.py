@@ -18,11 +18,11 @@ from sinklab.commands.terminal.results import print_comparison, print_end, print
 from sinklab.data.prepare import prepared
 from sinklab.experiments.results import read_numbers
 from sinklab.files import write_json
-from sinklab.measuring.api import measure, sink_numbers
 from sinklab.measuring.measurement import Measurement
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 from sinklab.report.page import write_report
+from sinklab.survey.api import measure, sink_numbers
 from sinklab.survey.measure import Outcome
 from sinklab.survey.suites import Survey
 from sinklab.train.directory.history import read_history

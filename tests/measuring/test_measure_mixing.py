@@ -15,7 +15,6 @@ from own_models import own_model, own_tokens
 from tiny_models import tiny_model
 
 from sinklab.errors import InputError
-from sinklab.measuring.api import measure
 from sinklab.measuring.driver import measure_with_study
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options, Request, Study
@@ -23,6 +22,7 @@ from sinklab.measuring.surgery import measure_mixing
 from sinklab.models.adapter import adapt
 from sinklab.report.collect import collect
 from sinklab.report.figures import figures
+from sinklab.survey.api import measure
 
 POSITION = 4
 LEFT = ["llama", "gpt2", "gpt-oss, sinks and window 5", "bloom", "olmo2"]

@@ -18,8 +18,8 @@ from sinklab.data.prepare import prepare, settings_of
 from sinklab.device import can_compile, compiled
 from sinklab.errors import SinklabError
 from sinklab.interventions import VARIANTS
-from sinklab.measuring.api import measure
 from sinklab.model.transformer import Transformer
+from sinklab.survey.api import measure
 from sinklab.train.directory.history import read_metrics
 from sinklab.train.directory.run import open_run, read_environment
 from sinklab.train.loop import RunOutcome, Trainer
