@@ -18,7 +18,7 @@ from sinklab.errors import InputError
 from sinklab.files import sha256_of
 from sinklab.measuring.inputs import DocumentEncoder, Encode, default_prefix, pretrained_encode
 from sinklab.measuring.measurement import FED, Fed
-from sinklab.models.adapter import Adapter, adapt
+from sinklab.models.adapter import Adapter, adapt, own_transformer
 from sinklab.models.families import text_config
 from sinklab.models.huggingface.loading import (
     AS_IT_IS,
@@ -33,7 +33,6 @@ from sinklab.models.huggingface.loading import (
     pick_dtype,
 )
 from sinklab.models.huggingface.tokenizer_files import Conversations
-from sinklab.models.native import own_transformer
 
 WEIGHTS = ("*.safetensors", "*.gguf", "config.json", "adapter_config.json", "recipe.yaml", "*.py")
 TOKENIZER = (*TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json")

@@ -16,8 +16,8 @@ from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.assessing.reading import PairedReader, changed_attention
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError
+from sinklab.models.adapter import NativeAdapter
 from sinklab.models.hooks import Edit, evaluating
-from sinklab.models.native import NativeAdapter
 
 
 def evicting(policy: str, keys: int, first: int = 0, seed: int = 0) -> Edit:

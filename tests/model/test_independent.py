@@ -26,7 +26,7 @@ from sinklab.attention.query_blocks import CHUNK
 from sinklab.measuring.driver import measure as measure_tokens
 from sinklab.measuring.options import Options
 from sinklab.model.transformer import Transformer
-from sinklab.models.native import NativeAdapter
+from sinklab.models.adapter import NativeAdapter
 from sinklab.survey.api import measure
 from sinklab.train.recipe import Recipe, build_recipe
 

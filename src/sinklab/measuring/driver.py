@@ -48,7 +48,7 @@ from sinklab.measuring.surgery import (
     replaced_position,
     swapped_positions,
 )
-from sinklab.models.adapter import Adapter
+from sinklab.models.adapter import Adapter, NativeAdapter, check_length
 from sinklab.models.hooks import (
     NO_BLOCKS,
     Progress,
@@ -61,7 +61,6 @@ from sinklab.models.hooks import (
     uncompiled,
 )
 from sinklab.models.memory_budget import fitting_batch
-from sinklab.models.native import NativeAdapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -208,6 +207,7 @@ def measure(
     if options.maps:
         options.check_maps(adapter.attention_layers, adapter.heads)
     heads = explored_heads(adapter, options.maps) if options.explore else None
+    check_length(longest, adapter.limit)
     adapter.check(tokens_NT, longest, options.lengths)
     if trial:
         adapter.check_causal(tokens_NT[0, mask_NT[0].bool()])

@@ -35,10 +35,9 @@ from sinklab.errors import SinklabError
 from sinklab.measuring.records import LayerRecord, end_to_end, seen_over
 from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.measuring.statistics.statistic_base import Angles
-from sinklab.models.adapter import Adapter
+from sinklab.models.adapter import Adapter, NativeAdapter
 from sinklab.models.families import attention_implementation, attention_layers, decoder_blocks, family_of
 from sinklab.models.hooks import CACHE, cache_field, hooked, intercept, named_arguments, token_norms
-from sinklab.models.native import NativeAdapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,9 +17,9 @@ from sinklab.errors import SinklabError
 from sinklab.measuring.pretrained_records import READ_AFTERWARDS, Recorder, call_records, matrix_records
 from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.model.transformer import Transformer
-from sinklab.models.adapter import Adapter, adapt, check_causal_lm, unwrapped
+from sinklab.models.adapter import Adapter, NativeAdapter, adapt, check_causal_lm, unwrapped
+from sinklab.models.families import family_of
 from sinklab.models.hooks import probed_alone, uncompiled
-from sinklab.models.native import NativeAdapter, is_exported
 
 ONCE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 """Generation modes that run the model exactly once on every output token except the last."""
@@ -101,7 +101,7 @@ def probe(model: PreTrainedModel) -> Iterator[Recorder]:
     """
     given, model = model, unwrapped(model)
     check_causal_lm(model)
-    adapter = NativeAdapter(cast("Transformer", model.transformer)) if is_exported(model) else adapt(model)
+    adapter = NativeAdapter(cast("Transformer", model.transformer)) if family_of(model).exported else adapt(model)
     recording = adapter_records(model, adapter, (), None, unchanged=True)
     with uncompiled(given), recording as watch, generating(model, watch):
         yield watch

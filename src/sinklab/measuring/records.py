@@ -24,9 +24,9 @@ from sinklab.device import on_host
 from sinklab.errors import SinklabError
 from sinklab.measuring.statistics.collecting import BatchDetails, DetailsCollector
 from sinklab.measuring.statistics.statistic_base import Angles
+from sinklab.models.adapter import NativeAdapter
 from sinklab.models.families import layers_text
 from sinklab.models.hooks import intercept, token_norms
-from sinklab.models.native import NativeAdapter
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import check_pair
 from sinklab.measuring.statistics.highest import highest_rate
 from sinklab.models.adapter import Adapter, LanguageModel, adapt, residual_blocks
+from sinklab.models.families import family_of
 from sinklab.models.hooks import (
     changed_entries,
     evaluating,
@@ -60,7 +61,6 @@ from sinklab.models.hooks import (
     residual_stream,
     token_norms,
 )
-from sinklab.models.native import is_exported
 
 
 @contextmanager
@@ -188,7 +188,7 @@ def masked_first_keys(model: LanguageModel, n: int) -> Iterator[None]:
 
 def _adapt_in_place(model: LanguageModel) -> Adapter:
     adapter = adapt(model)
-    if is_exported(model) and adapter.module is not getattr(model, "transformer", None):
+    if family_of(model).exported and adapter.module is not getattr(model, "transformer", None):
         raise InputError(
             "the exported model was loaded with its own code (trust_remote_code), of which sinklab measures an "
             "unchanged copy: call sinklab.register() and load the model without trust_remote_code"

@@ -21,10 +21,9 @@ from sinklab.measuring.driver import measure_with_study
 from sinklab.measuring.inputs import token_matrix
 from sinklab.measuring.measurement import FED, Fed, Measurement
 from sinklab.measuring.options import Inputs, Options, Request, Study
-from sinklab.models.adapter import LanguageModel, adapt, unwrapped
+from sinklab.models.adapter import LanguageModel, NativeAdapter, adapt, unwrapped
 from sinklab.models.families import text_config
 from sinklab.models.hooks import Progress, measured_in_turn
-from sinklab.models.native import NativeAdapter
 from sinklab.opening import model_in_memory, open_model
 from sinklab.schema import finite_or_none
 from sinklab.survey.measure import measure_loaded

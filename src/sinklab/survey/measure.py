@@ -42,9 +42,9 @@ from sinklab.measuring.inputs import Encoded, token_rows
 from sinklab.measuring.measurement import Measurement, remove_tables
 from sinklab.measuring.options import Options, Request
 from sinklab.measuring.statistics.highest import in_brackets, later_sink_text
+from sinklab.models.adapter import check_length
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_config, check_name, name_in_results
-from sinklab.models.native import check_length
 from sinklab.opening import Model, is_run, model_files, open_model
 
 SEQUENCES = 8

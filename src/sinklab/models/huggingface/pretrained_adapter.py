@@ -59,7 +59,6 @@ from sinklab.models.huggingface.interface import (
     foreign_attention,
 )
 from sinklab.models.memory_budget import Sizes, sizes_of_pretrained
-from sinklab.models.native import check_length
 
 UNFUSED = ("eager", "sdpa")  # attention implementations that run on every device
 TRIED = 8  # tokens of trial forward passes
@@ -166,7 +165,6 @@ class HuggingFaceAdapter:
                     "the model's RoPE scaling depends on the sequence length and differs between "
                     f"{T} and {length} tokens, so one pass cannot measure both: measure {length} separately"
                 )
-        check_length(longest, self.limit)
 
     def read(
         self,
