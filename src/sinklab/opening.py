@@ -12,11 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sinklab.data.tokenizers import Tokenizer, spelling
+from sinklab.data.tokenizers import Tokenizer
 from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.files import sha256_of
-from sinklab.measuring.inputs import DocumentEncoder, Encode, default_prefix, pretrained_encode
+from sinklab.measuring.inputs import DocumentEncoder, Encode, default_prefix, pretrained_encode, spelling
 from sinklab.measuring.measurement import FED, Fed
 from sinklab.models.adapter import Adapter, adapt, own_transformer
 from sinklab.models.families import text_config

@@ -72,7 +72,7 @@ def measure(
     The same command resumes after an interruption. Several models: sinklab compare.
     """
     request.check_options()
-    from sinklab.measuring.measurement import check_formats
+    from sinklab.survey.measure import check_formats
 
     revisions = revision or []
     by_step = by_checkpoint or len(revisions) > 1

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from sinklab import display
 from sinklab.errors import InputError, cause
-from sinklab.files import MEASUREMENT, TABLE, check_file, check_results, parse_json, write_json, written_aside
+from sinklab.files import MEASUREMENT, TABLE, check_file, parse_json, write_json, written_aside
 from sinklab.measuring.explored import Explored
 from sinklab.measuring.findings import Ablation, MassiveActivation, Mixing, Propositions
 from sinklab.measuring.options import Inputs
@@ -90,29 +90,6 @@ def check_parquet() -> None:
 WRITERS: dict[str, Callable[[Columns, Path], None]] = {"csv": write_csv, "parquet": write_parquet}
 
 
-def check_formats(formats: Sequence[str], out: Path | None, one: bool) -> None:
-    """Check before measuring that the tables can be written; a no-op if no format is requested.
-
-    Args:
-        formats: requested formats, "csv" or "parquet".
-        out: output folder of the tables; None if --out was not set.
-        one: whether the command makes a single measurement.
-
-    Raises:
-        InputError: if `out` is None, the command makes several measurements, or Parquet is requested and pyarrow is not
-            installed; see also `check_results`.
-    """
-    if not formats:
-        return
-    if not one:
-        raise InputError("--format supports one measurement of one MODEL: leave it out for several measurements")
-    if out is None:
-        raise InputError(f"--format {formats[0]} needs an output directory: set --out DIR")
-    if "parquet" in formats:
-        check_parquet()
-    check_results(out, [f"{table}.{kind}" for kind in formats for table in TABLES])
-
-
 def write_tables(columns: Callable[[TableName], Columns], folder: Path, formats: Sequence[str]) -> None:
     """Write every table in every format, such as `FOLDER/importance.csv`.
 
@@ -170,7 +147,7 @@ class Measurement(WithArrays):
         commit: hub commit that was loaded; None for local models and models in memory.
         step, planned_steps: training step of the checkpoint and last step of its run; None if the model is neither a
             run directory nor measured during training.
-        vocabulary: digest of the tokenizer's vocabulary (spelling.py); None if measured without a tokenizer
+        vocabulary: digest of the tokenizer's vocabulary; None if measured without a tokenizer
             (`sinklab.measure`).
         inputs: kind of input sequences: natural text, random tokens, or one token repeated.
         fed: first tokens of the first sequence; None, and left out of the files, for measurements during training.

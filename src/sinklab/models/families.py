@@ -64,8 +64,9 @@ class Family:
     local_layers: str | None = None
 
 
+EXPORTED = "sinklab"  # model type of a SinklabForCausalLM
 FAMILIES = {
-    "sinklab": Family(exported=True),
+    EXPORTED: Family(exported=True),
     "llama": Family(convertible=True),
     "bloom": Family(alibi=True),
     "mpt": Family(alibi=True, true_hides=True),
@@ -310,3 +311,11 @@ def vocabulary_size(model: "PreTrainedModel") -> int:
     """Return the number of rows of the token embedding, which may be quantised."""
     embedding: Any = model.get_input_embeddings()
     return embedding.num_embeddings if hasattr(embedding, "num_embeddings") else len(embedding.weight)
+
+
+def weights_quantised(model: "PreTrainedModel") -> str | None:
+    """Return the quantisation method of the weights in memory; None without one, and for dequantised GGUF weights."""
+    method = quantisation(model.config)
+    if method == "gguf" and not any(hasattr(module, "ggml_type") for module in model.modules()):
+        return None  # dequantised
+    return method

@@ -32,14 +32,13 @@ from torch import Tensor
 
 from sinklab.data.corpora import default_text, identity
 from sinklab.data.textfiles import ReadCounts, expanded, notes_on_folder, text_files
-from sinklab.data.tokenizers import UNKNOWN
 from sinklab.errors import InputError
 from sinklab.files import MEASUREMENT, REPORT, check_results, parse_json, write_json
 from sinklab.jobs import AnyDocument, JobStep, Ledger, Observer, StepProgress, check_request, ignore, run_steps, unsaved
 from sinklab.measuring import inputs
 from sinklab.measuring.driver import changed_positions, measure, measure_with_study
-from sinklab.measuring.inputs import Encoded, token_rows
-from sinklab.measuring.measurement import Measurement, remove_tables
+from sinklab.measuring.inputs import UNKNOWN, Encoded, token_rows
+from sinklab.measuring.measurement import TABLES, Measurement, check_parquet, remove_tables
 from sinklab.measuring.options import Options, Request
 from sinklab.measuring.statistics.highest import in_brackets, later_sink_text
 from sinklab.models.adapter import check_length
@@ -475,3 +474,26 @@ def labels(models: Sequence[str]) -> dict[str, str]:
     listed = [parts[model] for model in models]
     twice = next(model for model in models if listed.count(parts[model]) > 1)
     raise InputError(f"{twice} is repeated: pass different models")
+
+
+def check_formats(formats: Sequence[str], out: Path | None, one: bool) -> None:
+    """Check before measuring that the tables can be written; a no-op if no format is requested.
+
+    Args:
+        formats: requested formats, "csv" or "parquet".
+        out: output folder of the tables; None if --out was not set.
+        one: whether the command makes a single measurement.
+
+    Raises:
+        InputError: if `out` is None, the command makes several measurements, or Parquet is requested and pyarrow is not
+            installed; see also `check_results`.
+    """
+    if not formats:
+        return
+    if not one:
+        raise InputError("--format supports one measurement of one MODEL: leave it out for several measurements")
+    if out is None:
+        raise InputError(f"--format {formats[0]} needs an output directory: set --out DIR")
+    if "parquet" in formats:
+        check_parquet()
+    check_results(out, [f"{table}.{kind}" for kind in formats for table in TABLES])

@@ -53,9 +53,15 @@ from sinklab.attention.operations.similarity import Softmax
 from sinklab.attention.primitive import flex_serves
 from sinklab.attention.scores import Score, broadcast_index, compose, softcap
 from sinklab.errors import InputError, SinklabError
-from sinklab.models.families import DEPTH_ATTENTION, SELECTED, SELECTED_BLOCKS, attention_implementation, model_configs
+from sinklab.models.families import (
+    DEPTH_ATTENTION,
+    SELECTED,
+    SELECTED_BLOCKS,
+    attention_implementation,
+    model_configs,
+    weights_quantised,
+)
 from sinklab.models.hooks import HIDDEN, evaluating, hidden_states, hooked
-from sinklab.models.huggingface.gguf import weights_quantised
 
 EAGER = "eager"
 EAGER_FUNCTION = "eager_attention_forward"  # suffix of the function's name in the file of a model's class

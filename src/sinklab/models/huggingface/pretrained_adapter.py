@@ -27,6 +27,7 @@ from sinklab.models.families import (
     looped_layers,
     ranges_text,
     text_config,
+    weights_quantised,
 )
 from sinklab.models.hooks import (
     CACHE,
@@ -51,7 +52,6 @@ from sinklab.models.huggingface.gates import (
     forward_loss,
     has_piecewise_logits,
 )
-from sinklab.models.huggingface.gguf import weights_quantised
 from sinklab.models.huggingface.interface import (
     OwnAttention,
     attention_computed_by,
