@@ -15,7 +15,7 @@ from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from sinklab.attention.layer_call import AttentionCore
-from sinklab.model.huggingface import llama_sizes, llama_weights
+from sinklab.model.llama import llama_sizes, llama_weights
 from sinklab.model.position import rotary_tables, rotate
 from sinklab.model.transformer import Transformer
 from sinklab.train.recipe import Recipe, build_recipe

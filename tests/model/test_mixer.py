@@ -13,7 +13,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from sinklab.errors import InputError
 from sinklab.model.block import DecoderBlock, LinearBlock
-from sinklab.model.huggingface import differences
+from sinklab.model.llama import differences
 from sinklab.model.mixer import LinearAttention
 from sinklab.model.transformer import Transformer
 from sinklab.survey.api import measure

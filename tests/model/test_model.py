@@ -7,7 +7,7 @@ import torch
 from closeness import assert_close
 from own_models import llama_of
 
-from sinklab.model.huggingface import differences
+from sinklab.model.llama import differences
 from sinklab.model.transformer import Transformer
 from sinklab.train.planning import model_flops
 from sinklab.train.recipe import Recipe, build_recipe

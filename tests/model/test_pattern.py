@@ -15,7 +15,7 @@ from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError
 from sinklab.measuring.propositions import check_propositions
-from sinklab.model.huggingface import llama_weights
+from sinklab.model.llama import llama_weights
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import adapt
 from sinklab.models.hooks import intercept

@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from sinklab.model.block import Attention, LayerInputs
-from sinklab.model.huggingface import llama_sizes, llama_weights
+from sinklab.model.llama import llama_sizes, llama_weights
 from sinklab.model.norm import NormConfig, build_norm
 from sinklab.model.transformer import Transformer
 from sinklab.train.recipe import build_recipe

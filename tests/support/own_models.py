@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sinklab.model.config import ModelConfig
-from sinklab.model.huggingface import llama_sizes, llama_weights
+from sinklab.model.llama import llama_sizes, llama_weights
 from sinklab.model.transformer import Transformer
 
 LENGTH, VOCABULARY = 10, 32

@@ -31,7 +31,7 @@ from torch import Tensor
 from sinklab.attention.biases import BiasParameters
 from sinklab.data.tokenizers import Tokenizer
 from sinklab.model.config import ModelConfig
-from sinklab.model.huggingface import differences, llama_sizes, llama_weights
+from sinklab.model.llama import differences, llama_sizes, llama_weights
 from sinklab.model.norm import NormConfig
 from sinklab.model.position import NoPosition, Rotary
 from sinklab.model.transformer import Transformer

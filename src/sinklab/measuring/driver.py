@@ -32,8 +32,7 @@ from sinklab.attention.masks import RealTokens, real_tokens
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.accumulate import Accumulator, Batches, costing, measurement_from
-from sinklab.measuring.explored import explore, explored_heads
-from sinklab.measuring.findings import largest_activations, strongest
+from sinklab.measuring.findings import explore, explored_heads, largest_activations, strongest
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options, Study
 from sinklab.measuring.pretrained_records import Recorder

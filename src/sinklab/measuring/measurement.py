@@ -19,11 +19,10 @@ from typing import Annotated, Any, Literal, Self, get_args
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
-from sinklab import display
+from sinklab import draw_chart, render_html
 from sinklab.errors import InputError, cause
 from sinklab.files import MEASUREMENT, TABLE, check_file, parse_json, write_json, written_aside
-from sinklab.measuring.explored import Explored
-from sinklab.measuring.findings import Ablation, MassiveActivation, Mixing, Propositions
+from sinklab.measuring.findings import Ablation, Explored, MassiveActivation, Mixing, Propositions
 from sinklab.measuring.options import Inputs
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import Percent
@@ -338,7 +337,7 @@ class Measurement(WithArrays):
         Raises:
             InputError: if `what` is unknown, or "norms" for sequences of one token.
         """
-        return display.chart(self, what)
+        return draw_chart(self, what)
 
     def sink_rate_of_heads(self) -> np.ndarray:
         """Return the percentage of sequences with alpha_1 > eps (L, H); the mean over layers and heads is Sink_1."""
@@ -423,7 +422,7 @@ class Measurement(WithArrays):
         write_parquet(self.columns(table), Path(path))
 
     def _repr_html_(self) -> str:
-        return display.html(self)
+        return render_html(self)
 
     @classmethod
     def load(cls, folder: Path | str) -> "Measurement":

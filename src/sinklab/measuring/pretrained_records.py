@@ -25,7 +25,6 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from sinklab.attention.importance import ColumnSums, Rows, importance_from_sums, unpadded_importance
 from sinklab.attention.layer_call import LayerCall, attend_and_sum
@@ -293,7 +292,7 @@ class CallRecords(Recorder):
     """
 
     def __init__(
-        self, model: PreTrainedModel, adapter: Adapter, lengths: Sequence[int], details: DetailsCollector | None
+        self, model: "PreTrainedModel", adapter: Adapter, lengths: Sequence[int], details: DetailsCollector | None
     ) -> None:
         super().__init__(model, adapter.attention_layers, lengths, details)
         self._native = isinstance(adapter, NativeAdapter)
@@ -400,7 +399,7 @@ class CallRecords(Recorder):
 
 @contextmanager
 def call_records(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     adapter: Adapter,
     lengths: Sequence[int] = (),
     details: DetailsCollector | None = None,
@@ -424,7 +423,7 @@ def call_records(
 class MatrixRecords(Recorder):
     """Recorder that computes importance from the attention matrices that the model returns; supports no KV cache."""
 
-    def __init__(self, model: PreTrainedModel, lengths: Sequence[int], details: DetailsCollector | None) -> None:
+    def __init__(self, model: "PreTrainedModel", lengths: Sequence[int], details: DetailsCollector | None) -> None:
         super().__init__(model, attention_layers(model.config), lengths, details)
         self.backends = {"eager"}
         self._drops_cache = False  # whether the caller passed use_cache=False
@@ -508,7 +507,7 @@ class MatrixRecords(Recorder):
 
 @contextmanager
 def matrix_records(
-    model: PreTrainedModel, lengths: Sequence[int], details: DetailsCollector | None
+    model: "PreTrainedModel", lengths: Sequence[int], details: DetailsCollector | None
 ) -> Iterator[MatrixRecords]:
     """Record attention as `probe` does, with the same errors, for a model that bypasses the attention interface."""
     watch = MatrixRecords(model, lengths, details)
@@ -522,7 +521,7 @@ def matrix_records(
 
 
 @contextmanager
-def eager_attention(model: PreTrainedModel) -> Iterator[None]:
+def eager_attention(model: "PreTrainedModel") -> Iterator[None]:
     """Set eager attention in the `with` block; ALiBi is added only once, also in models of `Family.alibi_twice`."""
     twice = _inside_blocks(model) if family_of(model).alibi_twice else []
     once = (module.register_forward_pre_hook(_alibi_once, with_kwargs=True) for module in twice)
@@ -530,7 +529,7 @@ def eager_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-def _inside_blocks(model: PreTrainedModel) -> list[nn.Module]:
+def _inside_blocks(model: "PreTrainedModel") -> list[nn.Module]:
     return [module for block in decoder_blocks(model) for module in block.modules() if module is not block]
 
 

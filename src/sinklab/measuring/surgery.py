@@ -49,7 +49,6 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.findings import Ablation, MassiveActivation, Mixing, largest_activations, strongest
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import check_pair
-from sinklab.measuring.statistics.highest import highest_rate
 from sinklab.models.adapter import Adapter, LanguageModel, adapt, residual_blocks
 from sinklab.models.families import family_of
 from sinklab.models.hooks import (
@@ -61,6 +60,7 @@ from sinklab.models.hooks import (
     residual_stream,
     token_norms,
 )
+from sinklab.tables import highest_rate
 
 
 @contextmanager

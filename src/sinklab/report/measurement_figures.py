@@ -19,7 +19,7 @@ import torch
 from sinklab.assessing.parts.heads import Heads
 from sinklab.attention import importance as metrics
 from sinklab.errors import InputError
-from sinklab.measuring.explored import Explored
+from sinklab.measuring.findings import Explored
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics import statistic_base as plot_specs
 from sinklab.measuring.statistics.details import STATISTICS, Details

@@ -40,11 +40,11 @@ from sinklab.measuring.driver import changed_positions, measure, measure_with_st
 from sinklab.measuring.inputs import UNKNOWN, Encoded, token_rows
 from sinklab.measuring.measurement import TABLES, Measurement, check_parquet, remove_tables
 from sinklab.measuring.options import Options, Request
-from sinklab.measuring.statistics.highest import in_brackets, later_sink_text
 from sinklab.models.adapter import check_length
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_config, check_name, name_in_results
 from sinklab.opening import Model, is_run, model_files, open_model
+from sinklab.tables import in_brackets, later_sink_text
 
 SEQUENCES = 8
 LENGTH = 64

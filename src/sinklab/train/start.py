@@ -34,7 +34,7 @@ from sinklab.attention.biases import NEGLIGIBLE_LOGIT
 from sinklab.data.tokenizers import Tokenizer, load_tokenizer
 from sinklab.errors import InputError
 from sinklab.files import cache_folder
-from sinklab.model.huggingface import from_llama
+from sinklab.model.llama import from_llama
 from sinklab.model.transformer import Transformer
 from sinklab.schema import leaves
 from sinklab.train.directory.run import RECIPE, load_run
