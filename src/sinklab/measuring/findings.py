@@ -124,15 +124,13 @@ class Ablation(Part):
     """Loss and sink rate of a model without and with one ablation (surgery.py).
 
     Attributes:
-        name: name of the ablation, such as "mask_first:4".
-        what: description of the ablation.
-        first_target: 1-based position, in the unablated sequences, of the first target included in both losses.
-        loss_before, loss_after: loss without and with the ablation, nats per token.
-        loss_change: loss_after - loss_before.
-        sink_rate_before: Sink_1 without the ablation, percent.
-        sink_rate_after: Sink_1 with the ablation, percent. For no_bos, position 1 is the first token of the text.
-        sink_rate: sink rate by position with the ablation, percent, from position 1.
-        sink_max_before, sink_max_after: highest sink rate among positions 1 to T / 2 (highest.py), percent; None if no
+        name: name of the ablation, such as "mask_first:4". what: description of the ablation. first_target: 1-based
+        position, in the unablated sequences, of the first target included in both losses. loss_before, loss_after: loss
+        without and with the ablation, nats per token. loss_change: loss_after - loss_before. sink_rate_before: Sink_1
+        without the ablation, percent. sink_rate_after: Sink_1 with the ablation, percent. For no_bos, position 1 is the
+        first token of the text. sink_rate: sink rate by position with the ablation, percent, from position 1.
+        sink_max_before, sink_max_after: highest sink rate among positions 1 to T / 2 (`highest_rate`), percent; None if
+        no
             rate is known.
         sink_max_position_before, sink_max_position_after: position of the highest sink rate, 1-based.
         largest_before, largest_after: for zero_massive, the activation with the largest ratio to its block's median in

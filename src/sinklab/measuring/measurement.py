@@ -205,7 +205,7 @@ class Measurement(WithArrays):
         mixing: how far the effect of replacing one token spreads (mixing.py); None unless requested.
         propositions: check of the propositions of 2410.10781 on repeated tokens (propositions.py); None for other
             inputs, with padding, for sequences of one token, or if the notes give another reason.
-        explored: attention maps of one sequence (explored.py); None unless requested.
+        explored: attention maps of one sequence (`Explored`); None unless requested.
         scores: downstream task scores in percent, by task; None if the model was not evaluated.
         importance: alpha, mean over sequences (L, H, T).
         importance_visible: alpha averaged only over the queries that may see the key (L, H, T); None if equal to alpha.

@@ -86,7 +86,7 @@ def measure(
         maps: (layer, head) pairs, 1-based. The matrices of attention, cosine and norm product of these heads are added
             to `Measurement.details`; implies `details`.
         explore: also save the attention map of every head on the first 128 tokens of the first sequence, in 8 bits
-            (explored.py). This takes one more forward pass, and one byte per head, query and key. In a model with more
+            (findings.py). This takes one more forward pass, and one byte per head, query and key. In a model with more
             than 1,000 heads, `maps` is required, and only the heads in `maps` are saved.
         gradients: also measure the gradient norm of the loss at the attention input, by layer and position, and the
             ratio R_GS of gradient sinks (driver.py). This takes another forward and a backward pass per batch.
