@@ -338,9 +338,6 @@ def prepared(config: DataConfig, cache: Path | None = None, progress: StageProgr
         config: data section of the recipe; tokenizer, split, mix and limits are ignored if `source` is prepared data.
         cache: cache folder; default: SINKLAB_CACHE, or ~/.cache/sinklab.
         progress: see `prepare`.
-
-    Raises:
-        InputError, SinklabError: see `prepare` and `TokenDataset`.
     """
     folder = expanded(config.source)
     if is_prepared(folder):

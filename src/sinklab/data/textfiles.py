@@ -156,31 +156,25 @@ def _json_rows(path: Path, may_be_one_value: bool) -> Iterator[tuple[Any, str]]:
         is_one_value = False
         if may_be_one_value or first[1].lstrip().startswith("["):
             second = next(lines, None)
-            is_one_value = second is None or not _is_json(first[1])
+            try:
+                parse_json(first[1])
+                is_one_value = second is None
+            except ValueError:
+                is_one_value = True
         lines = chain(filter(None, (first, second)), lines)
         if is_one_value:
-            yield from _rows_of_value(_parsed("".join(line for _, line in lines), str(path)), path)
+            value = _parsed("".join(line for _, line in lines), str(path))
+            if isinstance(value, dict) and not value.keys() & set(
+                KEYS
+            ):  # without text: its array, as in {"data": [..]}
+                arrays = [member for member in value.values() if isinstance(member, list)]
+                value = arrays[0] if len(arrays) == 1 else value
+            for number, row in enumerate(value if isinstance(value, list) else [value], start=1):
+                yield row, f"{path}, row {number}"
             return
         for number, line in lines:
             where = f"{path}, line {number}"
             yield _parsed(line, where, "; each line must be one JSON object"), where
-
-
-def _rows_of_value(value: Any, path: Path) -> Iterator[tuple[Any, str]]:
-    """Yield the elements of an array; of an object without text, those of its array, as in {"data": [..]}."""
-    if isinstance(value, dict) and not value.keys() & set(KEYS):
-        arrays = [one for one in value.values() if isinstance(one, list)]
-        value = arrays[0] if len(arrays) == 1 else value
-    for number, row in enumerate(value if isinstance(value, list) else [value], start=1):
-        yield row, f"{path}, row {number}"
-
-
-def _is_json(text: str) -> bool:
-    try:
-        parse_json(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _parsed(text: str, where: str, otherwise: str = "") -> Any:
@@ -344,16 +338,13 @@ def notes_on_folder(path: Path) -> list[str]:
 
 def _files_below(folder: Path) -> tuple[list[Path], list[Path]]:
     """Return the files in and below a folder that are read, and the others; hidden files are in neither."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(folder)))
+    inside = ((path, path.relative_to(folder).parts) for path in folder.rglob("*") if path.is_file())
+    files = sorted(path for path, parts in inside if not any(part.startswith(".") for part in parts))
     groups = [{*TEXT, *ROWS} - {".md", ".json"}, {".arrow"}, {".md", ".json"}]
     read = next(filter(None, ([file for file in files if kind_of(file) in group] for group in groups)), [])
     read = [file for file in read if not (is_compressed(file) and file.with_suffix("") in read)]
     read = [file for file in read if not (file.suffix == ".arrow" and file.name.startswith("cache-"))]
     return read, sorted({*files} - {*read})
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def plain_conversation(messages: list[Message], where: str) -> str:

@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path, PurePosixPath
 
 from sinklab.data.config import Mix, WeightedMix
@@ -124,7 +125,12 @@ def streams(source: str, mix: Mix) -> list[Stream]:
         raise InputError(f"source {source} cannot be mixed: use a folder or hf:NAME with a file or folder per domain")
     if not isinstance(mix, WeightedMix):
         return [Stream(name, None, source, (name,), size) for name, size in sizes.items()]
-    found = {domain: [name for name in sizes if _belongs(name, domain)] for domain in mix.weights}
+    found: dict[str, list[str]] = {domain: [] for domain in mix.weights}
+    for domain, name in product(mix.weights, sizes):
+        path = PurePosixPath(name)
+        numbered = re.fullmatch(rf"{re.escape(domain)}([-_]?\d.*)?", path.name.split(".")[0])
+        if domain in path.parts[:-1] or numbered:
+            found[domain].append(name)
     absent = sorted(domain for domain, files in found.items() if not files)
     if absent and (mix.absent == "refuse" or len(absent) == len(found)):
         raise InputError(
@@ -137,12 +143,6 @@ def streams(source: str, mix: Mix) -> list[Stream]:
         for domain, files in found.items()
         if files
     ]
-
-
-def _belongs(file: str, domain: str) -> bool:
-    path = PurePosixPath(file)
-    stem = path.name.split(".")[0]
-    return domain in path.parts[:-1] or re.fullmatch(rf"{re.escape(domain)}([-_]?\d.*)?", stem) is not None
 
 
 def mixed(

@@ -199,8 +199,13 @@ class Accumulator:
             recorded["first_or_bias_BH"] = importance_ABHT[..., 0] + bias_ABH
         for name, part in recorded.items():
             total = part.double().sum(1)
-            if name.endswith("T"):
-                _check_finite(name, total)
+            if name.endswith("T") and len(broken := (~total.isfinite().flatten(1).all(1)).nonzero()):
+                row = int(broken[0])
+                where = f"in attention layer {row + 1}"
+                if name in ("hidden_BT", "before_BT"):
+                    layer = row if name == "hidden_BT" else row // 2 + 1
+                    where = f"in layer {layer}" if layer else "before the first layer"
+                raise SinklabError(f"the {WORDS.get(name, name)} contain NaN or infinity {where}, {CAUSE}")
             self._add(self._sums, name, total)
         for name in COUNTED:
             if name in recorded:
@@ -260,18 +265,6 @@ class Accumulator:
         """
         count = self.sequences_T if name.endswith("T") else self.sequences
         return self._sums[name] / count if name in self._sums else None
-
-
-def _check_finite(name: str, total: Tensor) -> None:
-    broken = ~total.isfinite().flatten(1).all(1)
-    if bool(broken.any()):
-        row = int(broken.nonzero()[0])
-        if name in ("hidden_BT", "before_BT"):
-            layer = row if name == "hidden_BT" else row // 2 + 1
-            where = f"in layer {layer}" if layer else "before the first layer"
-        else:
-            where = f"in attention layer {row + 1}"
-        raise SinklabError(f"the {WORDS.get(name, name)} contain NaN or infinity {where}, {CAUSE}")
 
 
 ARRAYS = {

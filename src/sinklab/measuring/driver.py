@@ -117,7 +117,6 @@ def gradient_norms(
         empty list.
 
     Raises:
-        InputError: see `Adapter.attention_inputs`.
         SinklabError: if an attention call of a Hugging Face model cannot be interpreted, a gradient is not finite (the
             message names the layer), or a single sequence does not fit into memory.
     """
@@ -156,11 +155,6 @@ def gradient_norms(
             "its dtype: load the model in float32 (--dtype float32)"
         )
     return norm_LT, batches.notes()
-
-
-def gradient_sink(norm_LT: Tensor) -> list[float]:
-    """Return R_GS of every attention layer from the norms of `gradient_norms`, T >= 3 (formula: module docstring)."""
-    return first_to_rest(norm_LT[:, : min(COMPARED, norm_LT.shape[1] - 1)]).tolist()
 
 
 def measure(
@@ -270,7 +264,8 @@ def measure(
     if options.gradients:
         first, size = options.first_target, options.batch_size
         norm_LT, halved = gradient_norms(adapter, tokens_NT, first_target=first, batch_size=size)
-        added = {"gradient_norm_ratio": gradient_sink(norm_LT), "gradient_norm": norm_LT.float().numpy()}
+        ratio = first_to_rest(norm_LT[:, : min(COMPARED, norm_LT.shape[1] - 1)])  # R_GS (module docstring)
+        added = {"gradient_norm_ratio": ratio.tolist(), "gradient_norm": norm_LT.float().numpy()}
         measurement = measurement.model_copy(update=added | {"notes": [*measurement.notes, *halved]})
     if options.explore:
         explored = explore(adapter, tokens_NT[0, mask_NT[0].bool()], heads, partial(_recording, adapter, ()))
@@ -298,11 +293,7 @@ TOKENS = 8  # maximum number of repeated tokens on which the propositions are ch
 
 @contextmanager
 def changed_positions(adapter: Adapter, study: Study) -> Iterator[list[str]]:
-    """Swap or replace learned positional embeddings in the `with` block; yield the notes on these changes.
-
-    Raises:
-        InputError, SinklabError: see `swapped_positions` and `replaced_position`.
-    """
+    """Swap or replace learned positional embeddings in the `with` block; yield the notes on these changes."""
     notes = []
     with ExitStack() as stack:
         for change, pair, said in (

@@ -83,7 +83,12 @@ def largest_activations(blocks: Sequence[nn.Module], real: RealTokens) -> Iterat
 
     def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         if len(seen) < len(blocks):
-            seen.append(_largest(hidden_states(output)[0, first : first + count].detach()))
+            hidden_TC = hidden_states(output)[0, first : first + count].detach()
+            size_TC, width = hidden_TC.abs(), hidden_TC.shape[1]
+            place = size_TC.argmax()
+            value = hidden_TC.flatten().gather(0, place[None])[0]
+            numbers = (place // width, place % width, value, size_TC.float().median())
+            seen.append(torch.stack([number.double() for number in numbers]))  # read by the host at the end
 
     def entering(_: nn.Module, __: tuple[Any, ...]) -> None:
         if len(seen) < len(blocks):  # the first pass, or a retry after a failed pass
@@ -109,15 +114,6 @@ def largest_activations(blocks: Sequence[nn.Module], real: RealTokens) -> Iterat
 def strongest(found: Sequence[MassiveActivation]) -> list[MassiveActivation]:
     """Return at most STRONGEST activations with the largest ratios to the median, in descending order."""
     return sorted(found, key=lambda one: -one.ratio_to_median)[:STRONGEST]
-
-
-def _largest(hidden_TC: Tensor) -> Tensor:
-    """Return position and dimension (0-based) of the largest |activation|, its value, and the median: (4,), float64."""
-    size = hidden_TC.abs()
-    place = size.argmax()
-    value = hidden_TC.flatten().gather(0, place[None])[0]
-    numbers = (place // hidden_TC.shape[1], place % hidden_TC.shape[1], value, size.float().median())
-    return torch.stack([number.double() for number in numbers])
 
 
 class Ablation(Part):

@@ -35,18 +35,6 @@ TABLES: tuple[TableName, ...] = get_args(TableName)
 FRAMES = {"pandas": "DataFrame", "polars": "DataFrame", "pyarrow": "table"}  # in order of preference
 
 
-def data_frame(columns: Columns) -> Any:
-    """Return columns of equal length as a data frame of the first installed package of pandas, polars and pyarrow.
-
-    Raises:
-        InputError: if none of the three is installed.
-    """
-    for package, kind in FRAMES.items():
-        if find_spec(package):
-            return getattr(import_module(package), kind)(columns)
-    raise InputError("a data frame needs pandas, polars or pyarrow, and none is installed: pip install pandas")
-
-
 def write_csv(columns: Columns, path: Path) -> None:
     """Write columns as comma-separated values with a header, atomically; an earlier table at the path is replaced.
 
@@ -95,9 +83,6 @@ def write_tables(columns: Callable[[TableName], Columns], folder: Path, formats:
     Args:
         columns: function from a table name to its columns (`Measurement.columns`).
         formats: requested formats, "csv" or "parquet".
-
-    Raises:
-        InputError, SinklabError: see `write_csv` and `write_parquet`.
     """
     for kind in formats:
         for table in TABLES:
@@ -403,22 +388,17 @@ class Measurement(WithArrays):
         Raises:
             InputError: if the table is unknown, or none of the three packages is installed.
         """
-        return data_frame(self.columns(table))
+        for package, kind in FRAMES.items():
+            if find_spec(package):
+                return getattr(import_module(package), kind)(self.columns(table))
+        raise InputError("a data frame needs pandas, polars or pyarrow, and none is installed: pip install pandas")
 
     def to_csv(self, path: str | Path, table: TableName = "importance") -> None:
-        """Write a table of `columns` as CSV.
-
-        Raises:
-            InputError, SinklabError: see `columns` and `frames.write_csv`.
-        """
+        """Write a table of `columns` as CSV."""
         write_csv(self.columns(table), Path(path))
 
     def to_parquet(self, path: str | Path, table: TableName = "importance") -> None:
-        """Write a table of `columns` as a Parquet file; needs pyarrow.
-
-        Raises:
-            InputError, SinklabError: see `columns` and `frames.write_parquet`.
-        """
+        """Write a table of `columns` as a Parquet file; needs pyarrow."""
         write_parquet(self.columns(table), Path(path))
 
     def _repr_html_(self) -> str:

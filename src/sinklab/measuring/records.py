@@ -319,9 +319,6 @@ def native_records(
     """Record the attention layers in every forward pass inside the `with` block.
 
     Passes must have whole sequences, without padding or a KV cache. Records accumulate until `clear` is called.
-
-    Raises:
-        SinklabError: see `intercept`.
     """
     records = NativeRecords(str(adapter.cores[0].backend), lengths, details, dormant)
     with intercept(adapter, observe=records.observe):

@@ -131,11 +131,7 @@ def swapped_positions(model: LanguageModel, i: int, j: int) -> AbstractContextMa
 
 
 def replaced_position(model: LanguageModel, i: int, j: int) -> AbstractContextManager[None]:
-    """Replace the learned embedding of position i by that of position j in the `with` block (2410.10781, table 7).
-
-    Raises:
-        InputError, SinklabError: see `swapped_positions`.
-    """
+    """Replace the learned embedding of position i by that of position j in the `with` block (2410.10781, table 7)."""
     return _rewritten_positions(model, {i: j})
 
 

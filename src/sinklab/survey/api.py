@@ -274,9 +274,6 @@ class SinkCallback(TrainerCallback):
         """Measure the model if `logs` contain metrics of an evaluation, whose names begin with "eval_".
 
         The sink metrics are added to `logs` and to the last entry of the log history.
-
-        Raises:
-            InputError, SinklabError: see `sinklab.measure`.
         """
         if logs is None or not any(name.startswith(EVAL_PREFIX) for name in logs):
             return

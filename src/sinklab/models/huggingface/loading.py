@@ -441,11 +441,7 @@ def _faster_dtype(own: torch.dtype, target: torch.device | None) -> "tuple[torch
 
 
 def pick_dtype(dtype: str) -> "torch.dtype | str":
-    """Convert the value of --dtype to a torch dtype, or "auto".
-
-    Raises:
-        InputError: see `dtype_name`.
-    """
+    """Convert the value of --dtype to a torch dtype, or "auto"."""
     name = dtype_name(dtype)
     return "auto" if name == "auto" else getattr(torch, name)
 

@@ -431,7 +431,6 @@ class HuggingFaceAdapter:
 
         Raises:
             InputError: see `attention_modules`; also if the model does not use transformers' attention interface.
-            SinklabError: see `attention_modules`.
         """
         if not self.dispatches:
             raise InputError(

@@ -366,9 +366,6 @@ class Conversations:
 
         Args:
             where: name of the conversation in error messages.
-
-        Raises:
-            InputError, SinklabError: see `render_chat`.
         """
         self._seen = True
         if not self._templated:
