@@ -14,8 +14,7 @@ from sinklab.commands.terminal.results import print_claims, print_measurement, p
 from sinklab.commands.terminal.tables import print_table, print_text
 from sinklab.experiments.documents import JudgedClaim
 from sinklab.experiments.sweep.engine import Event
-from sinklab.measuring.accumulate import Accumulator, measurement_from
-from sinklab.measuring.batches import Cost
+from sinklab.measuring.accumulate import Accumulator, Cost, measurement_from
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.measuring.records import Batch

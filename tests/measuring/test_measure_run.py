@@ -11,18 +11,17 @@ from rich.console import Console
 from trained_run import LENGTH, trained_run
 
 from sinklab.commands.terminal.results import print_measurement
-from sinklab.data.sources.corpora import documents
+from sinklab.data.corpora import documents
 from sinklab.data.tokenizers import load_tokenizer
 from sinklab.errors import InputError
 from sinklab.measuring.inputs import random_tokens, repeated_tokens
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Inputs, Options
+from sinklab.measuring.options import Inputs, Options, Request
 from sinklab.opening import open_model
 from sinklab.report.cells import progress_of
 from sinklab.report.collect import collect
 from sinklab.survey.api import measure
-from sinklab.survey.measure_one import measure_model, read_tokens
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_model, read_tokens
 from sinklab.train.directory.run import load_run
 
 

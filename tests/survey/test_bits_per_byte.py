@@ -18,12 +18,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import sinklab
 from sinklab.commands.terminal.results import print_measurement
-from sinklab.data.tokenizers import UNKNOWN, spelling
+from sinklab.measuring.inputs import UNKNOWN, spelling
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options
+from sinklab.measuring.options import Options, Request
 from sinklab.report.page import write_report
-from sinklab.survey.measure_one import measure_model
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_model
 from sinklab.survey.suites import compare_models, compared_rows
 
 SMALL = Request(sequences=4, length=16)

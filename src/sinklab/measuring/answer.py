@@ -7,8 +7,8 @@ import numpy as np
 from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Inputs
-from sinklab.measuring.statistics.highest import NO_SINK, highest_rate
 from sinklab.models.families import ranges_text
+from sinklab.tables import NO_SINK, highest_rate
 
 STRENGTHS = ((70.0, "Strong"), (30.0, "Moderate"), (NO_SINK, "Weak"))
 """Minimum sink rate in percent for each adjective."""

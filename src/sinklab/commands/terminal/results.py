@@ -15,18 +15,28 @@ from sinklab.commands.terminal.tables import TONES, print_notes, print_table, pr
 from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import JudgedClaim, Summary
 from sinklab.measuring.answer import answer
-from sinklab.measuring.statistics.highest import in_brackets, later_sink_text
 from sinklab.report import result_tables
 from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import ListedRun
 from sinklab.report.data import ReportData
 from sinklab.report.sweeps import claims_table, experiment_table, grid_tables, paper_models, subjects_of_claims
 from sinklab.survey.suites import compared_rows
-from sinklab.tables import Table, TableCell, TableColumn, names, number_text, numbers, plural, table_of
+from sinklab.tables import (
+    Table,
+    TableCell,
+    TableColumn,
+    in_brackets,
+    later_sink_text,
+    names,
+    number_text,
+    numbers,
+    plural,
+    table_of,
+)
 from sinklab.train.directory.history import read_history
 
 if TYPE_CHECKING:
-    from sinklab.assessing.assessment import Assessment
+    from sinklab.assessing.assess_model import Assessment
     from sinklab.evaluating.evaluation import DownstreamScores, TaskMetric
     from sinklab.experiments.sweep.verifying import Verified
     from sinklab.measuring.measurement import Measurement
