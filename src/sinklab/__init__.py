@@ -1,7 +1,8 @@
 """sinklab: attention sinks in language models.
 
     import sinklab
-    result = sinklab.measure(model, tokens)          # a Measurement: sinks, norms, loss
+    result = sinklab.measure("org/model")            # a Measurement: sinks, norms, loss; print(result) sums it up
+    result = sinklab.measure(model, tokens)          # of a model in memory, on token ids or on text=[..]
     with sinklab.probe(model) as watch:              # record the forward passes of a Hugging Face model
         model.generate(...)
     watch.layers[0].importance_BHT                   # alpha of the first attention layer, (batch, head, position)
@@ -65,6 +66,11 @@ def draw_chart(measurement: "Measurement", what: str) -> Any:
 def render_html(measurement: "Measurement") -> str:
     """Return the HTML view of a measurement in notebooks."""
     return import_module("sinklab.report.html").html(measurement)
+
+
+def render_text(measurement: "Measurement") -> str:
+    """Return the text of `print(measurement)`, as `sinklab measure` prints it."""
+    return import_module("sinklab.commands.terminal.results").measurement_text(measurement)
 
 
 def __dir__() -> list[str]:

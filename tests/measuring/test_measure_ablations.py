@@ -94,7 +94,7 @@ def test_the_loss_before_an_ablation_is_measured_again_only_for_other_targets(
     variant: str, names: list[str], passes: int
 ) -> None:
     tokens, said = own_tokens(), list[tuple[float, float]]()
-    sinklab.measure(own_model(variant), tokens, ablate=names, progress=lambda *now: said.append(now))
+    sinklab.measure(own_model(variant), tokens, ablate=names, progress=lambda done, all: said.append((done, all)))
     assert {total for _, total in said} == {passes * len(tokens)}
     assert said[-1][0] == passes * len(tokens)
 

@@ -124,7 +124,7 @@ def test_the_step_of_an_unfinished_run_is_recorded_and_said(tmp_path: Path) -> N
     assert Measurement.load(tmp_path / "early").document() == early.document()
     assert early.document()["step"] == 1
     console = io.StringIO()
-    print_measurement(early, Console(file=console, width=400))
+    print_measurement(early, Console(file=console, width=400), full=True)
     assert "step 1 of 2,200, no BOS" in console.getvalue()
     data = collect([tmp_path / "early"])
     assert progress_of(data.runs) == "(step 1 of 2,200)"

@@ -122,7 +122,7 @@ def test_an_adapter_is_refused_without_peft_and_applied_with_it(
     with pytest.raises(InputError, match=r"has no adapter_config\.json: pass the directory of a PEFT adapter"):
         load_pretrained(str(folder), Loading(adapters=(str(folder),)))
     try:
-        import peft  # pyright: ignore[reportMissingImports]
+        import peft
     except ImportError:
         with pytest.raises(InputError, match="needs the package peft"):
             load_pretrained(str(tmp_path / "bare"))

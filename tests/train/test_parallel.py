@@ -144,7 +144,7 @@ def refused(world: World, args: list[str], other: str) -> None:
     if world.rank == 1 and other != "directory":
         args = [*args[:2], "--set", f"{other}=1", *args[2:]]
     says = "see different directories" if other == "directory" else "have different recipes, texts"
-    lock.SHOWS_WITHIN_S = 0.1
+    lock.SHOWS_WITHIN_S = 0.1  # pyrefly: ignore[bad-assignment]
     with pytest.raises(InputError, match=says):
         trainer_of(world, args)
 

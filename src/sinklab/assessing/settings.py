@@ -1,7 +1,7 @@
 """Settings of an assessment, and the sequence lengths, cache sizes and budgets derived from them for one model."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -199,7 +199,7 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
             f"--residual {options.residual}: the sequences have only {length} tokens, so no key would be quantised: "
             f"set --residual below {length}, or a larger --length"
         )
-    decided = {
+    decided: dict[str, Any] = {
         "sequences": options.sequences or max(1, options.sizes.tokens // length),
         "length": length,
         "stream_sequences": options.sequences or max(1, options.sizes.streamed // stream_length),

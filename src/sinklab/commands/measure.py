@@ -60,6 +60,7 @@ def measure(
             metavar="TYPE",
         ),
     ] = None,
+    full: Annotated[bool, option(OUTPUT, "Also print the numbers of every layer and position.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure the attention sinks of a causal language model: positions, rates, norms and loss.
@@ -116,9 +117,13 @@ def measure(
                     write_tables(found.columns, out, formats or ())
             return found
 
-        run_job(work, f"reading {model} and the text", as_json, print_measurement)
+        run_job(work, f"reading {model} and the text", as_json, partial(print_measurement, full=full))
         if out is not None:
             save_report(out)
+        elif not full:
+            print_text("every layer: --full; pictures: --out DIR", stderr())
+        if text is None:
+            print_text("loss without the sink: sinklab assess MODEL --text FILE --parts streaming", stderr())
 
 
 @with_options

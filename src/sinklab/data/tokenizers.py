@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -229,7 +229,7 @@ def _converted(folder: Path, source: str) -> tuple["Backend", dict[str, str]]:
     from transformers import AutoTokenizer
 
     try:
-        slow = AutoTokenizer.from_pretrained(folder)
+        slow: Any = AutoTokenizer.from_pretrained(folder)
         backend = slow.backend_tokenizer
     except Exception as error:  # each format's converter raises its own exceptions
         raise InputError(

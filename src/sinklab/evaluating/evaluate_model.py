@@ -179,8 +179,8 @@ def _score(
     Returns:
         The scores, and the record of each scored item in the order of the task.
     """
-    from lm_eval.api.model import CachingLM  # pyright: ignore[reportMissingImports]  # an extra
-    from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.model import CachingLM  # an extra
+    from lm_eval.evaluator import evaluate
 
     from sinklab.evaluating.language_model import AnsweringModel
 

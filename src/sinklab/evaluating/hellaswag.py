@@ -49,8 +49,8 @@ def read_items(path: Path) -> list[ChoiceItem]:
 def load(path: Path) -> Any:
     """Return lm-eval's task object with the items of the file at `path`."""
     rows = [item.model_dump() for item in read_items(path)]
-    from datasets import Dataset  # pyright: ignore[reportMissingImports]  # comes with lm-eval
-    from lm_eval.api.task import ConfigurableTask  # pyright: ignore[reportMissingImports]
+    from datasets import Dataset  # comes with lm-eval
+    from lm_eval.api.task import ConfigurableTask
 
     config = {
         "task": NAME,

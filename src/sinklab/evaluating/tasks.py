@@ -56,7 +56,7 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
             set and HellaSwag is not in `names`.
     """
     require_extra("eval", ("lm_eval", "accelerate"), "a downstream task")
-    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  # an extra
+    from lm_eval.tasks import TaskManager  # an extra
 
     if data is not None and hellaswag.NAME not in names:
         raise InputError(
@@ -104,8 +104,8 @@ def inside_lm_eval(name: str = "") -> Iterator[None]:
 
     With the name of a task, exceptions other than out-of-memory errors are converted to a SinklabError that names it.
     """
-    from lm_eval.api import model, task  # pyright: ignore[reportMissingImports]  # an extra
-    from lm_eval.models import huggingface  # pyright: ignore[reportMissingImports]
+    from lm_eval.api import model, task  # an extra
+    from lm_eval.models import huggingface
 
     logger, modules = logging.getLogger("lm_eval"), (task, model, huggingface)
     before, bars = logger.level, [module.tqdm for module in modules]

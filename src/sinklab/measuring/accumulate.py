@@ -311,6 +311,7 @@ def measurement_from(
     hidden_MT, leading_M = means["hidden_norm"], totals.mean("leading_B")
     if leading_M is not None and hidden_MT is not None:
         ratios["norm_ratio_sink_token"] = torch.stack((leading_M, hidden_MT.mean(-1)), -1)
+    arrays |= {name: None if x is None else metrics.first_to_rest(x).tolist() for name, x in ratios.items()}
     return Measurement(
         model=options.model_name,
         inputs=options.inputs,
@@ -343,6 +344,5 @@ def measurement_from(
         notes=[*notes, *([visibility] if visibility else [])],
         importance_first=torch.cat(totals.first).numpy(),
         importance_bias=bias.float().numpy() if bias is not None and len(bias) == layers else None,
-        **{name: None if x is None else metrics.first_to_rest(x).tolist() for name, x in ratios.items()},
         **arrays,
     )

@@ -124,10 +124,10 @@ def _massive(m: Measurement) -> str:
     largest = next((one for one in m.massive_activations if one.is_massive), m.massive_activations[0])
     times = f"{largest.ratio_to_median:,.0f} times the median"
     if not largest.is_massive:
-        return f"no massive activation (at most {times}: {largest.value:,.0f})"
+        return f"no massive activation (at most {times})"
     return (
         f"massive activation in channel {largest.dimension} at position {largest.position}, strongest after layer "
-        f"{largest.layer} ({largest.value:,.0f}, {times})"
+        f"{largest.layer} ({times})"
     )
 
 

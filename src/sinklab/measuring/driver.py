@@ -21,7 +21,7 @@ is used.
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,7 @@ from sinklab.models.hooks import (
 from sinklab.models.memory_budget import fitting_batch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 COMPARED = 32
 """Number of positions in the ratio, including the first (T_e = 31 in 2603.17771, which counts from 0)."""
@@ -241,7 +241,7 @@ def measure(
                 if details is not None:
                     details.begin(real)
                 loss = adapter.read(tokens_BT, real, first_target, records.paused())
-                found = details and details.batch(F.pad(tokens_BT, (adapter.leading, 0)))
+                found = None if details is None else details.batch(F.pad(tokens_BT, (adapter.leading, 0)))
                 batch = batch_of(records.layers, hidden, real, loss, found, adapter.leading, before).on_cpu()
             if batch is not None:
                 totals.add(batch)  # not in the attempt, which may fail and be repeated
@@ -280,7 +280,7 @@ def _recording(
         return native_records(adapter, lengths, details, dormant)
     from sinklab.measuring.probe import adapter_records
 
-    return adapter_records(cast("PreTrainedModel", adapter.module), adapter, lengths, details)
+    return adapter_records(adapter.module, adapter, lengths, details)
 
 
 def _after_leading(leading: int, mask_BT: Tensor) -> RealTokens:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
-from sinklab import draw_chart, render_html
+from sinklab import draw_chart, render_html, render_text
 from sinklab.errors import InputError, cause
 from sinklab.files import MEASUREMENT, TABLE, check_file, parse_json, write_json, written_aside
 from sinklab.measuring.findings import Ablation, Explored, MassiveActivation, Mixing, Propositions
@@ -400,6 +400,9 @@ class Measurement(WithArrays):
     def to_parquet(self, path: str | Path, table: TableName = "importance") -> None:
         """Write a table of `columns` as a Parquet file; needs pyarrow."""
         write_parquet(self.columns(table), Path(path))
+
+    def __str__(self) -> str:
+        return render_text(self)
 
     def _repr_html_(self) -> str:
         return render_html(self)

@@ -269,7 +269,8 @@ def watch_attention(model: nn.Module) -> Iterator[AttentionWatch]:
     watch = AttentionWatch()
     with _lock:
         if not _active:
-            _sdpa, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _watched_sdpa
+            _sdpa = F.scaled_dot_product_attention
+            F.scaled_dot_product_attention = _watched_sdpa  # pyrefly: ignore[bad-assignment]
         _active += 1
     token = _watches.set((*_watches.get(), watch))
     hooks = (model.register_forward_pre_hook(watch.entering), model.register_forward_hook(watch.leaving))
@@ -328,10 +329,10 @@ def record_attention(
     if score is not None and not callable(score):
         raise InputError(f"record_attention: score is {type_text(score)}: expected a function (z, b, h, q, k) -> z")
     if weights is not None:
-        given = weights
+        given = matrix_BHTT = weights
 
         def record() -> LayerRecord:
-            return _of_weights(given, k, v)
+            return _of_weights(matrix_BHTT, k, v)
     elif q is not None and k is not None:
         given, key = q, k
 

@@ -26,7 +26,7 @@ matrices.
 
 import hashlib
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field, ValidationError, model_validator
@@ -334,7 +334,7 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         stream = torch.Generator(device=tensor.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
+        module: Any = model.get_submodule(owner)
         if leaf in (starts := getattr(module, "starts", {})):
             starts[leaf](tensor, stream)
         elif law := getattr(module, "initial", {}).get(leaf) or _mean_and_std(name, tensor.shape[-1], config):

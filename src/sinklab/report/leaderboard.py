@@ -17,7 +17,7 @@ from sinklab.report.charts import Figure, scatter
 from sinklab.report.html import caption
 from sinklab.report.sweep_figures import error_bar
 from sinklab.report.sweeps import Sweep, later_sink_of
-from sinklab.tables import SINK_1, PlotAxis, Table, TableCell, TableColumn, counted
+from sinklab.tables import SINK_1, PlotAxis, Table, TableCell, TableColumn, Value, counted
 
 MITIGATIONS, RETUNED = "mitigations", "mitigations_retuned"
 LOSS = METRICS["valid_loss"].title
@@ -89,10 +89,11 @@ class Leaderboard:
 
         Columns without values are omitted.
         """
-        rows = [
+        forms = [column.form for column in self.columns]
+        rows: list[list[Value]] = [
             [
                 cell + (f" ({counted(self.failed[cell], 'run')} failed)" if self.failed[cell] else ""),
-                *(one and one.cell(column.form) for one, column in zip(scores, self.columns, strict=True)),
+                *(None if one is None else one.cell(form) for one, form in zip(scores, forms, strict=True)),
             ]
             for cell, scores in self.scores.items()
         ]

@@ -65,7 +65,7 @@ class _Wandb:
     """
 
     def __init__(self, run: Run, step: int) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]  # not in the extra `dev`
+        import wandb  # not in the extra `dev`
 
         self._wandb = wandb
         path = run.directory / "tracking.json"

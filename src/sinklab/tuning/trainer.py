@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset  # pyright: ignore[reportMissingImports]  # comes with trl, an extra that `dev` leaves out
+from datasets import Dataset  # comes with trl, an extra that `dev` leaves out
 from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
-from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
+from trl import SFTConfig, SFTTrainer
 
 from sinklab.errors import SinklabError
 from sinklab.jobs import StepProgress

@@ -33,9 +33,10 @@ outside a sliding window, are not kept.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,7 +153,7 @@ class Budgets(AssessPart):
         costliest = [(one.layer, one.head) for one in sorted(heads, key=lambda one: -one.kl)]
         least = sorted(names, key=lambda head: sink_shares[head])
         reader, draw = given.reader(), random.Random(settings.seed)
-        conditions = []
+        conditions: list[tuple[dict[str, float | str], Sequence[Callable[[LayerCall], LayerCall]]]] = []
         for full in FRACTIONS:
             count = round(full * len(names))
             keys = (count * S + (len(names) - count) * size.keys) / len(names)
@@ -342,7 +343,7 @@ class PromptCache(AssessPart):
             share = None if kept is None else float(kept.mean())
             labels = {"method": edit.policy.name, "budget": edit.size.keys, "first_kept": share}
             found.append(KeptKeys(**labels, **effect.model_dump()))
-        shared = {**reader.result_fields(), "unchanged": reader.unchanged.effect(start=prompt + 2)}
+        shared: dict[str, Any] = {**reader.result_fields(), "unchanged": reader.unchanged.effect(start=prompt + 2)}
         return cls(**shared, prompt=prompt, first=settings.most_kept, methods=found)
 
     def rows(self) -> Iterator[PartRow]:

@@ -441,7 +441,7 @@ class Details(WithArrays):
     """
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, list[FiniteFloat] | None]  # pyright: ignore[reportIncompatibleVariableOverride]
+    __pydantic_extra__: dict[str, list[FiniteFloat] | None]  # pyrefly: ignore[bad-override]
     prefix = "details_"
 
     secondary_rate: Percent

@@ -107,7 +107,9 @@ def read_header(path: Path) -> Gguf:
     """
     require_extra("gguf", ("gguf", "accelerate"), f"reading {path.name}")
 
-    class Reader(import_module("gguf").GGUFReader):
+    base: Any = import_module("gguf").GGUFReader
+
+    class Reader(base):
         def _get(self, *args: Any, **options: Any) -> Any:
             self.data = np.asarray(self.data)  # slicing an array is three times as fast as slicing a memmap
             return super()._get(*args, **options)

@@ -356,7 +356,8 @@ class _Source:
             with nullcontext() if self.gguf is None else self.gguf.parsed_once():
                 return from_pretrained(self.place, **self.options, **(more or {}))
         except Exception as error:  # transformers raises various exceptions
-            why = advice(error, self.place, self.options["revision"], self.gguf and self.gguf.architecture)
+            architecture = None if self.gguf is None else self.gguf.architecture
+            why = advice(error, self.place, self.options["revision"], architecture)
             revision = f" at revision {self.options['revision']}" if self.options["revision"] else ""
             raise InputError(f"the {part} of {self.name}{revision} could not be loaded: {why}") from error
 

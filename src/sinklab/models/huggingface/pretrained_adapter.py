@@ -451,7 +451,9 @@ class HuggingFaceAdapter:
         if self.dispatches and not looped:
             found, self._gate_notes = find_gates(self.module, self.intercepted, lambda: self.run(self._some_tokens()))
         return hooked(
-            one.linear.register_forward_hook(lambda *call, n=n, one=one: receive(n, one.read(call[-1])))
+            one.linear.register_forward_hook(
+                lambda _module, _inputs, output, n=n, one=one: receive(n, one.read(output))
+            )
             for n, one in found.items()
         )
 

@@ -270,7 +270,7 @@ def open_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> 
     found, *earlier = recorded_hashes(run.directory) or (None,)
     if found is None and (strange := [name for name in OWN if (run.directory / name).exists()]):
         raise InputError(f"{run.directory} has {strange[0]} but no env.json: choose another --out")
-    if found in (None, run_hash):
+    if found is None or found == run_hash:
         return replace(run, earlier=tuple(earlier))
     shorter = shorter_run(run.directory, recipe, dataset.fingerprint, found)
     if shorter is None:
