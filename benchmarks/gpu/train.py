@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from benchmarks.timing import RESULTS, environment
+from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare, settings_of
-from sinklab.data.shards import TokenDataset
 from sinklab.files import write_json
 from sinklab.train.directory.run import open_run
 from sinklab.train.parallelize import compile_blocks

@@ -12,16 +12,13 @@ from streaming_reference import Policy, distinct_keys, first_and_recent, heavy_h
 
 from sinklab.assessing import cache_policies
 from sinklab.assessing.cache_policies import EVICTION, CachePolicy, KeyBudget, policies_of
-from sinklab.assessing.parts.budgets import Budgets
-from sinklab.assessing.parts.eviction import Eviction
-from sinklab.assessing.parts.prompt_cache import PromptCache
+from sinklab.assessing.parts.caches import Budgets, Eviction, PromptCache
 from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.assessing.reading import PairedReader, changed_attention
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError
-from sinklab.models.hooks import evaluating
-from sinklab.models.intercept import Edit
-from sinklab.models.native import NativeAdapter
+from sinklab.models.adapter import NativeAdapter
+from sinklab.models.hooks import Edit, evaluating
 
 EVICTED = ("softmax", "grouped keys", "sigmoid", "k biases", "sink token", "differential v2")
 

@@ -10,8 +10,7 @@ from closeness import assert_close
 from families import GROUPED
 
 from sinklab.assessing import reading
-from sinklab.assessing.parts.length import LossByLength
-from sinklab.assessing.parts.streaming import RollingCache, Streaming
+from sinklab.assessing.parts.streaming import LossByLength, RollingCache, Streaming
 from sinklab.assessing.reading import ByPosition, PairedReader, Passes, changed_attention
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import SinklabError

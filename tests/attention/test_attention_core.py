@@ -34,7 +34,7 @@ from torch import Tensor
 
 from sinklab.attention import masks
 from sinklab.attention.config import AttentionConfig, kinds_of
-from sinklab.attention.core import AttentionCore
+from sinklab.attention.layer_call import AttentionCore
 from sinklab.attention.primitive import chunked_attend
 
 BACKENDS = ("auto", "chunked", "eager")
@@ -57,10 +57,11 @@ def drawn() -> Iterator[tuple[str, str, str, float | None, str, str]]:
     wanted += [(options[0], [bias], [mask], *options[3:]) for bias in BIASES for mask in MASKS]
     wanted += [([kernel], options[1], PREFIXES, *options[3:]) for kernel in KERNELS for _ in range(6)]
     for names in wanted:
-        case = [draw.choice(of) for of in names]
+        case: list[Any] = [draw.choice(of) for of in names]
         while not legal(*case[:-1]):
             case = [draw.choice(of) for of in names]
-        yield tuple(case)
+        operation, bias, mask, softcap, position, backend = case
+        yield operation, bias, mask, softcap, position, backend
 
 
 @pytest.mark.parametrize(("operation", "bias", "mask", "softcap", "position", "backend"), drawn())

@@ -18,7 +18,7 @@ SCRIPT = """
 import json, sys
 import torch
 from sinklab.attention.config import AttentionConfig
-from sinklab.attention.core import AttentionCore
+from sinklab.attention.layer_call import AttentionCore
 
 def peak_megabytes(work):
     open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts again from here

@@ -10,7 +10,7 @@ from closeness import assert_close
 from torch import Tensor
 
 from sinklab.attention.config import AttentionConfig
-from sinklab.attention.core import AttentionCore
+from sinklab.attention.layer_call import AttentionCore
 
 RESTS = ("stick_breaking", "stick_breaking_rest_own", "stick_breaking_rest_learned")
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from sinklab.data.config import DataConfig
+from sinklab.data.corpora import Fingerprint, documents
+from sinklab.data.loader import TokenDataset, TokenFile, dtype_for
 from sinklab.data.prepare import prepare, prepared, settings_of
-from sinklab.data.shards import TokenDataset, TokenFile, dtype_for
-from sinklab.data.sources.corpora import Fingerprint, documents
 from sinklab.data.tokenizers import load_tokenizer
 from sinklab.errors import InputError, SinklabError
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sinklab.data import tokenizers
-from sinklab.data.sources.corpora import cut, documents
+from sinklab.data.corpora import cut, documents
 from sinklab.data.tokenizers import load_tokenizer, train_bpe
 from sinklab.errors import InputError
 

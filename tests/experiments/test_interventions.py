@@ -10,9 +10,9 @@ from sampling import one_in
 
 from sinklab.attention.config import kinds_of
 from sinklab.commands.terminal.plans import settings_of
+from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare
 from sinklab.data.prepare import settings_of as data_settings
-from sinklab.data.shards import TokenDataset
 from sinklab.errors import SinklabError
 from sinklab.interventions import CHOICES, NEUTRAL, NOT_INTERVENTIONS, VARIANTS, catalogue
 from sinklab.model.config import ModelConfig

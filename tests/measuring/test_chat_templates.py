@@ -12,10 +12,10 @@ from chats import MARKED
 from conftest import Run, on_one_line
 from tiny_models import TEMPLATE, chat_file, tiny_model
 
-from sinklab.data.sources.textfiles import Message
+from sinklab.data.textfiles import Message
 from sinklab.errors import InputError
-from sinklab.models.huggingface import rendering
-from sinklab.models.huggingface.rendering import render_chat
+from sinklab.models.huggingface import tokenizer_files as rendering
+from sinklab.models.huggingface.tokenizer_files import render_chat
 from sinklab.tuning.chats import DEFAULT, ChatTemplate
 
 TALK = [{"role": "user", "content": "héllo \ud800\n"}, {"role": "assistant", "content": "so"}]

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.options import Request
 from sinklab.models.huggingface.loading import Loading
 from sinklab.opening import open_model
 from sinklab.survey.api import measure
-from sinklab.survey.measure_one import measure_loaded, measure_model, read_tokens
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_loaded, measure_model, read_tokens
 
 BODY = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
 ASKED = Request(sequences=4)

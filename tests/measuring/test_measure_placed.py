@@ -12,11 +12,10 @@ from closeness import assert_same_rates
 
 import sinklab
 from sinklab.errors import InputError
-from sinklab.measuring.options import Options
+from sinklab.measuring.options import Options, Request
 from sinklab.model.huggingface import SinklabConfig, SinklabForCausalLM
 from sinklab.models.huggingface.loading import Loading
-from sinklab.survey.measure_one import measure_model
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_model
 
 TOKENS = torch.randint(3, 64, (6, 12), generator=torch.Generator().manual_seed(1))
 FAMILIES: dict[str, Any] = {

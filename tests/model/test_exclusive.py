@@ -14,7 +14,7 @@ from sinklab.model.config import initialise
 from sinklab.model.transformer import Transformer
 from sinklab.model.values import without_own_value
 from sinklab.models.adapter import adapt
-from sinklab.models.intercept import intercept
+from sinklab.models.hooks import intercept
 from sinklab.train.recipe import build_recipe
 
 SMALL = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ffn_width": 48, "vocab_size": 97, "context": 32}

@@ -21,12 +21,12 @@ from sampling import one_in
 from torch import Tensor
 
 from sinklab.attention.config import WindowMask
-from sinklab.attention.core import AttentionCore
+from sinklab.attention.layer_call import AttentionCore
 from sinklab.attention.query_blocks import CHUNK
 from sinklab.measuring.driver import measure as measure_tokens
 from sinklab.measuring.options import Options
 from sinklab.model.transformer import Transformer
-from sinklab.models.native import NativeAdapter
+from sinklab.models.adapter import NativeAdapter
 from sinklab.survey.api import measure
 from sinklab.train.recipe import Recipe, build_recipe
 

@@ -11,10 +11,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config
 
 from sinklab.errors import InputError
+from sinklab.measuring.options import Request
 from sinklab.models.huggingface.loading import Loading, load_pretrained
 from sinklab.opening import open_model
-from sinklab.survey.measure_one import read_tokens
-from sinklab.survey.request import Request
+from sinklab.survey.measure import read_tokens
 
 SPECIAL = ["<|bos|>", "<|eos|>"]
 TEXT = "We need to add 9 and 650841823, in 2023: café **bold** naïve.\n\n" * 3

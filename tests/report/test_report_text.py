@@ -16,7 +16,7 @@ from sinklab.report.collect import collect
 from sinklab.report.data import ReportData
 from sinklab.report.packing import pack_sweep
 from sinklab.report.page import write_report
-from sinklab.survey.measure_many import Outcome
+from sinklab.survey.measure import Outcome
 from sinklab.survey.suites import Survey
 
 ONE = {"table_4": EXPERIMENTS["table_4"]}

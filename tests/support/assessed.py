@@ -9,8 +9,7 @@ from sinklab.assessing.reading import PartInput, Passes
 from sinklab.assessing.settings import AssessSettings
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
-from sinklab.models.adapter import Adapter
-from sinklab.models.native import NativeAdapter
+from sinklab.models.adapter import Adapter, NativeAdapter
 
 VOCABULARY, CONTEXT = 24, 32
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from sinklab.attention.config import AttentionConfig, examples_of
 from sinklab.attention.config import Choice as ChoiceName
-from sinklab.attention.core import AttentionCore
+from sinklab.attention.layer_call import AttentionCore
 from sinklab.attention.scores import Score
 
 Choice = dict[str, Any]

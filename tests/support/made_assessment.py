@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sinklab.assessing.assessment import ASSESSMENT, Assessment
+from sinklab.assessing.assess_model import ASSESSMENT, Assessment
 
 NEURON = {"name": "down.weight", "expert": None, "neuron": 7, "activation": 2.0, "weight": 25.0, "adds": 50.0}
 

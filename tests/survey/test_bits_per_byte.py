@@ -18,12 +18,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import sinklab
 from sinklab.commands.terminal.results import print_measurement
-from sinklab.data.tokenizers import UNKNOWN, spelling
+from sinklab.measuring.inputs import UNKNOWN, spelling
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options
+from sinklab.measuring.options import Options, Request
 from sinklab.report.page import write_report
-from sinklab.survey.measure_one import measure_model
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_model
 from sinklab.survey.suites import compare_models, compared_rows
 
 SMALL = Request(sequences=4, length=16)
@@ -168,7 +167,7 @@ def test_losses_of_different_tokenizers_have_no_difference_and_bits_per_byte_hav
     for name, measured in found.outcome.measured.items():
         assert Measurement.load(tmp_path / "out" / name).bits_per_byte == measured.bits_per_byte is not None
     shown = io.StringIO()
-    print_measurement(found.outcome.measured["base"], Console(file=shown, width=120))
+    print_measurement(found.outcome.measured["base"], Console(file=shown, width=120), full=True)
     assert f"{found.outcome.measured['base'].bits_per_byte:.4f} bits/byte" in shown.getvalue()
     assert "Bits per byte" in write_report([tmp_path / "out"]).read_text(encoding="utf-8")
 

@@ -12,9 +12,8 @@ import transformers as hf
 from conftest import Run, on_one_line
 from tiny_models import tiny_model
 
-from sinklab.measuring.options import Options
-from sinklab.survey.measure_one import measure_model
-from sinklab.survey.request import Request
+from sinklab.measuring.options import Options, Request
+from sinklab.survey.measure import measure_model
 
 ASKED = Request(sequences=8, length=16)
 NEEDS = "the model needs its BOS"

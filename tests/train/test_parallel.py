@@ -12,8 +12,8 @@ import torch
 import yaml
 from commands import Command, call_together, together
 
+from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare, settings_of
-from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
 from sinklab.train.directory import lock
 from sinklab.train.directory.history import read_metrics

@@ -13,8 +13,8 @@ import pytest
 import torch
 from same_run import assert_same_run, contents
 
+from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare, settings_of
-from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError, StoppedError
 from sinklab.measuring.measurement import Measurement
 from sinklab.train.config import ScheduleConfig

@@ -17,7 +17,7 @@ from conftest import Run, on_one_line
 from trained_run import trained_run
 
 import sinklab
-from sinklab.data.sources.textfiles import read_conversations
+from sinklab.data.textfiles import read_conversations
 from sinklab.errors import SinklabError
 from sinklab.jobs import JobEvent, StepProgress
 from sinklab.tuning.chats import ChatTemplate

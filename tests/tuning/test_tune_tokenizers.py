@@ -10,7 +10,7 @@ import transformers as hf
 from chats import exported, tuned_run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from sinklab.data.sources.textfiles import read_conversations
+from sinklab.data.textfiles import read_conversations
 from sinklab.errors import InputError
 from sinklab.tuning.chats import DEFAULT, ChatTemplate, TokenizedChat, read_chats
 

@@ -30,7 +30,7 @@ PART_NAMES = (
     "writer",
     "budgets",
 )
-"""Parts of an assessment in the order of execution and display; each is a file of `parts/`."""
+"""Parts of an assessment in the order of execution and display; each is a class in `parts/`."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from sinklab.commands.terminal.progress import JobProgress
 from sinklab.settings import INPUT, OUTPUT
 
 if TYPE_CHECKING:
-    from sinklab.assessing.assessment import Assessment
+    from sinklab.assessing.assess_model import Assessment
 
 
 @with_options

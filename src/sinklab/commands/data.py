@@ -113,8 +113,8 @@ def prepare(
     Encoding uses all cores, or RAYON_NUM_THREADS threads.
     """
     from sinklab.commands.terminal.plans import print_estimate
+    from sinklab.data.loader import is_prepared
     from sinklab.data.prepare import prepare, settings_of
-    from sinklab.data.shards import is_prepared
     from sinklab.data.texts import estimate
 
     settings = settings_of(source, mix=options.mix, **options.model_dump())

@@ -14,9 +14,9 @@ from sinklab.commands.options import Json, LoadingOptions, option, run_job, save
 from sinklab.commands.terminal.progress import JobProgress
 from sinklab.commands.terminal.tables import print_text, stderr
 from sinklab.errors import InputError, SinklabError
+from sinklab.measuring.options import Request
 from sinklab.settings import INPUT, OUTPUT
 from sinklab.signals import keeping_what_is_finished
-from sinklab.survey.request import Request
 
 
 class TableFormat(StrEnum):  # typer does not support lists of literals
@@ -60,6 +60,7 @@ def measure(
             metavar="TYPE",
         ),
     ] = None,
+    full: Annotated[bool, option(OUTPUT, "Also print the numbers of every layer and position.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure the attention sinks of a causal language model: positions, rates, norms and loss.
@@ -72,7 +73,7 @@ def measure(
     The same command resumes after an interruption. Several models: sinklab compare.
     """
     request.check_options()
-    from sinklab.measuring.frames import check_formats
+    from sinklab.survey.measure import check_formats
 
     revisions = revision or []
     by_step = by_checkpoint or len(revisions) > 1
@@ -95,8 +96,7 @@ def measure(
         total = len(domain_files(text)) if text is not None and text.is_dir() else 0
         _run_survey("domains", total, partial(measure_domains, model, text, request, loading=how), out, as_json)
     elif by_step:
-        from sinklab.survey.checkpoints import folders_without_step, saved_models
-        from sinklab.survey.suites import measure_checkpoints
+        from sinklab.survey.suites import folders_without_step, measure_checkpoints, saved_models
 
         total = len(saved_models(model, revisions))
         if not revisions and (skipped := folders_without_step(Path(model))):
@@ -106,8 +106,8 @@ def measure(
     else:
         from sinklab.commands.terminal.results import print_measurement
         from sinklab.jobs import StepProgress, unsaved
-        from sinklab.measuring.frames import write_tables
-        from sinklab.survey.measure_one import measure_model
+        from sinklab.measuring.measurement import write_tables
+        from sinklab.survey.measure import measure_model
 
         def work(progress: JobProgress) -> Any:
             step = StepProgress("measuring", progress)
@@ -117,9 +117,13 @@ def measure(
                     write_tables(found.columns, out, formats or ())
             return found
 
-        run_job(work, f"reading {model} and the text", as_json, print_measurement)
+        run_job(work, f"reading {model} and the text", as_json, partial(print_measurement, full=full))
         if out is not None:
             save_report(out)
+        elif not full:
+            print_text("every layer: --full; pictures: --out DIR", stderr())
+        if text is None:
+            print_text("loss without the sink: sinklab assess MODEL --text FILE --parts streaming", stderr())
 
 
 @with_options

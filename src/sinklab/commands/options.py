@@ -15,8 +15,7 @@ from sinklab.commands.terminal.tables import print_text, stderr
 from sinklab.errors import InputError, UnsavedError
 from sinklab.experiments.sweep.engines import EngineName
 from sinklab.files import RUNS
-from sinklab.models.dtypes import dtype_name
-from sinklab.settings import ADVANCED, INPUT, OUTPUT, CommandSettings, Flag, Several
+from sinklab.settings import ADVANCED, INPUT, OUTPUT, CommandSettings, Flag, Several, dtype_name
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:

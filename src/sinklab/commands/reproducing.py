@@ -13,17 +13,16 @@ from typing import cast
 import typer
 from rich.console import Console
 
-from sinklab.assessing.assess_model import assess
-from sinklab.assessing.assessment import load_assessment
+from sinklab.assessing.assess_model import assess, load_assessment
 from sinklab.assessing.settings import AssessOptions
 from sinklab.commands.options import ReproduceSettings, print_result, save_report
 from sinklab.commands.terminal.plans import print_passes
 from sinklab.commands.terminal.progress import DataDisplay, JobProgress, RunDisplay
 from sinklab.commands.terminal.results import print_summary
 from sinklab.commands.terminal.tables import print_text, stderr
+from sinklab.data.corpora import documents
 from sinklab.data.prepare import prepared
-from sinklab.data.sources.corpora import documents
-from sinklab.data.sources.textfiles import read_conversations
+from sinklab.data.textfiles import read_conversations
 from sinklab.errors import InputError, SinklabError
 from sinklab.evaluating.tasks import chosen_task
 from sinklab.experiments.definition import Experiment, Scale
@@ -47,7 +46,7 @@ from sinklab.experiments.sweep.preview import Preview, pace_here, pace_of_runs, 
 from sinklab.files import REPORT, RUNS, check_results
 from sinklab.models.huggingface.loading import Loading
 from sinklab.signals import INTERRUPTED, PreemptedError
-from sinklab.survey.measure_many import labels
+from sinklab.survey.measure import labels
 from sinklab.train.directory.lock import HeldError
 from sinklab.train.directory.run import emulation_warning
 from sinklab.tuning.sft_dataset import TuneSources

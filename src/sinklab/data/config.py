@@ -6,8 +6,7 @@ from typing import Literal, Self
 import yaml
 from pydantic import Field, field_validator, model_validator
 
-from sinklab.data.sources.corpora import installed_names
-from sinklab.data.sources.synthetic import WORDS, parse
+from sinklab.data.corpora import WORDS, installed_names, parse
 from sinklab.data.tokenizers import trained_size
 from sinklab.schema import Omitted, Part
 

@@ -4,20 +4,261 @@ For given data and settings, a batch depends only on (seed, index), so the loade
 split into non-overlapping chunks of context + 1 tokens, or of BOS and context tokens. Training reads every chunk once
 per epoch, in a permutation drawn from (seed, epoch); a batch may span several epochs. Validation reads the chunks once,
 in order.
+
+Prepared data on disk: one flat file of token ids per split, and a manifest.
+
+    train.bin, valid.bin     token ids, little-endian uint16 (uint32 for vocabularies above 65,536 tokens), no header
+    data.json                manifest: token counts, special token ids, settings and checksums; written last
+    tokenizer.json, tokenizer_config.json
+
+Token ids are read with pread. Rejected alternative: a memory map, because a truncated file or a failing disk would kill
+the process without a message (SIGBUS). Checksums are verified when the data is opened. Later changes that keep the file
+size are detected by the timestamps of the file, and the checksum is verified again only if the timestamps differ.
 """
 
+import hashlib
+import json
+import os
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
+from pydantic import Field, ValidationError
 from torch import Tensor
 
-from sinklab.data.config import DataConfig
-from sinklab.data.shards import TokenFile
-from sinklab.errors import InputError
+from sinklab.data.config import DataConfig, Selection
+from sinklab.errors import InputError, SinklabError, cause
+from sinklab.files import sha256_of
+from sinklab.schema import Omitted, Part
+
+MANIFEST = "data.json"
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+
+
+class Settings(Selection):
+    """Settings of data preparation, which together with the text determine the token shards."""
+
+    source: str
+    tokenizer: str
+    valid_fraction: float
+    text_limit_bytes: int | None
+    identity: str
+    """Hash of the source (`corpora.identity`) and of the tokenizer."""
+
+
+class Shard(Part):
+    """Entry of a token file in data.json: file name, number of tokens and of documents, and SHA-256."""
+
+    file: str
+    tokens: int = Field(ge=1)
+    documents: int = Field(ge=1)
+    sha256: str
+
+
+class Share(Part):
+    """Number of documents and tokens of a domain (of a file in a uniform mix) in both shards together."""
+
+    documents: int = 0
+    tokens: int = 0
+
+
+class Manifest(Part):
+    """Contents of data.json.
+
+    Attributes:
+        dtype: data type of the ids in both shards.
+        vocab_size, eos_id, bos_id: see `Tokenizer`.
+        text_bytes, text_sha256: UTF-8 size and hash of all documents in order (`corpora.Fingerprint`).
+        tokenizer_sha256: SHA-256 of tokenizer.json.
+        train, valid: entries of the two token files.
+        shares: number of documents and tokens of each domain; None without a mix.
+        notes: notes on skipped rows and on files of the folder that were not read; None if there are none.
+    """
+
+    schema_version: Literal[1] = 1
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: int = Field(ge=1)
+    eos_id: int = Field(ge=0)
+    bos_id: int = Field(ge=0)
+    text_bytes: int
+    text_sha256: str
+    tokenizer_sha256: str
+    train: Shard
+    valid: Shard
+    shares: Omitted[dict[str, Share]] = None
+    settings: Settings
+    notes: Omitted[list[str]] = None
+
+
+class TokenFile:
+    """Flat file of token ids. It is kept open, so it may be renamed or deleted while in use.
+
+    Args:
+        tokens: expected number of ids.
+        sha256: expected SHA-256 in hexadecimal.
+        remedy: instruction for recreating the file, added to error messages.
+
+    Raises:
+        SinklabError: if the file is missing, cannot be read or has the wrong size.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, tokens: int, sha256: str, remedy: str) -> None:
+        self.path, self.dtype = path, dtype
+        self._tokens, self._sha256, self._remedy = tokens, sha256, remedy
+        with _reading(path, remedy):
+            self._file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        self._times = self._checked_times()
+
+    def __len__(self) -> int:
+        return self._tokens
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        """Read the ids of a contiguous slice, (tokens,); nothing is cached.
+
+        Raises:
+            SinklabError: if the file was truncated or cannot be read.
+        """
+        start, stop, step = where.indices(self._tokens)
+        assert step == 1, "token ids are read contiguously"
+        offset, size = start * self.dtype.itemsize, max(stop - start, 0) * self.dtype.itemsize
+        content = b""
+        while len(content) < size:
+            with _reading(self.path, self._remedy):
+                more = os.pread(self._file, size - len(content), offset + len(content))
+            if not more:
+                raise SinklabError(
+                    f"{self.path} was truncated while in use: it ends before byte {offset + size:,} of "
+                    f"{len(self) * self.dtype.itemsize:,}. Restore it, or: {self._remedy}"
+                )
+            content += more
+        return np.frombuffer(content, self.dtype)
+
+    def verify(self) -> None:
+        """Read the whole file and verify its checksum.
+
+        Raises:
+            SinklabError: if the checksum differs or the file cannot be read.
+        """
+        with _reading(self.path, self._remedy), open(self._file, "rb", closefd=False) as file:
+            file.seek(0)
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != self._sha256:
+            raise SinklabError(f"{self.path} is corrupted: its SHA-256 differs from that in data.json. {self._remedy}")
+
+    def check_unchanged(self) -> None:
+        """Check that the size of the file is unchanged, and verify its checksum if its timestamps have changed.
+
+        A file that was only touched, renamed or deleted passes the check. Silent disk corruption is not detected.
+
+        Raises:
+            SinklabError: if the file has been changed, or cannot be read.
+        """
+        times = self._checked_times()
+        if times != self._times:
+            self.verify()
+            self._times = times
+
+    def _checked_times(self) -> tuple[int, int]:
+        """Check the file size; return the modification and status change times in ns."""
+        with _reading(self.path, self._remedy):
+            status = os.fstat(self._file)
+        if status.st_size != (expected := self._tokens * self.dtype.itemsize):
+            raise SinklabError(f"{self.path} has {status.st_size:,} bytes, expected {expected:,}. {self._remedy}")
+        return status.st_mtime_ns, status.st_ctime_ns
+
+
+class TokenDataset:
+    """Prepared data in a directory written by `prepare`, opened for reading.
+
+    The checksums of the token files and of tokenizer.json are verified on opening.
+
+    Attributes:
+        train, valid: token files; `train[start:stop]` reads ids as an array (uint16 or uint32).
+        vocab_size, eos_id, bos_id: vocabulary size and special tokens of the tokenizer.
+        fingerprint: SHA-256 of all contents of the data that affect training: text, tokenizer, split and ids.
+        tokenizer_path: path of tokenizer.json.
+        directory, manifest: directory of the data, and the contents of its data.json.
+
+    Raises:
+        InputError: if the directory contains no prepared data.
+        SinklabError: if a file is missing, cannot be read, or has the wrong size or checksum, or data.json is damaged;
+            the message names the file and the remedy.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.manifest = directory, read_manifest(directory)
+        manifest, dtype = self.manifest, DTYPES[self.manifest.dtype]
+        remedy = _remedy(directory, manifest.settings.source, manifest.settings.tokenizer)
+        self.vocab_size, self.eos_id, self.bos_id = manifest.vocab_size, manifest.eos_id, manifest.bos_id
+        self.train, self.valid = (
+            TokenFile(directory / shard.file, dtype, shard.tokens, shard.sha256, remedy)
+            for shard in (manifest.train, manifest.valid)
+        )
+        self.train.verify()
+        self.valid.verify()
+        self.tokenizer_path = directory / "tokenizer.json"
+        with _reading(self.tokenizer_path, remedy):
+            found = sha256_of(self.tokenizer_path)
+        if found != manifest.tokenizer_sha256:
+            raise SinklabError(
+                f"{self.tokenizer_path} is corrupted: its SHA-256 differs from that in data.json. {remedy}"
+            )
+        parts = manifest.model_dump(mode="json", exclude={"settings", "shares"})
+        self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def is_prepared(directory: Path) -> bool:
+    """Return True if `directory` contains complete prepared data (a data.json)."""
+    return (directory / MANIFEST).is_file()
+
+
+def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
+    """Return the smaller of uint16 and uint32 that fits all ids below `vocab_size`."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read the data.json of a prepared directory. Raises the same errors as `TokenDataset`."""
+    path, remedy = directory / MANIFEST, _remedy(directory, "SOURCE", "NAME|train:SIZE")
+    with _reading(path, remedy):
+        if not path.exists():
+            raise InputError(
+                f"{directory} contains no prepared data ({MANIFEST} is missing): "
+                f"run sinklab data prepare SOURCE --tokenizer NAME --out {directory}"
+            )
+        content = path.read_bytes()
+    try:
+        return Manifest.model_validate_json(content)
+    except ValidationError as error:
+        raise SinklabError(f"{path} is damaged ({cause(error)}). {remedy}") from error
+
+
+@contextmanager
+def _reading(path: Path, remedy: str) -> Iterator[None]:
+    """Convert an OSError of the `with` block to a SinklabError that names the file."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise SinklabError(f"{path} is missing. {remedy}") from error
+    except OSError as error:
+        reason = f"{path} cannot be read: {error.strerror or error}. Make it readable, or: {remedy}"
+        raise SinklabError(reason) from error
+
+
+def _remedy(directory: Path, source: str, tokenizer: str) -> str:
+    return (
+        f"Delete the folder {directory} and prepare the data again: rerun the same command, or run "
+        f"sinklab data prepare {source} --tokenizer {tokenizer} --out {directory} with the original options"
+    )
+
 
 _ORDER, _DRAWN, _DRAWN_VALID = 1, 2, 3  # random streams derived from one seed
 

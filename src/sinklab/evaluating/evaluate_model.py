@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sinklab.data.sources.corpora import documents
+from sinklab.data.corpora import documents
 from sinklab.errors import InputError, SinklabError, UnsavedError
 from sinklab.evaluating.evaluation import (
     EVALUATION,
@@ -29,13 +29,11 @@ from sinklab.evaluating.tasks import SCORES, ChosenTask, chosen_tasks, inside_lm
 from sinklab.files import write_gzip
 from sinklab.jobs import JobEvent, JobStep, Ledger, Observer, StepProgress, check_request, ignore, run_steps, unsaved
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options
+from sinklab.measuring.options import Options, Request
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.opening import Model, open_model
-from sinklab.survey.measure_many import text_hash
-from sinklab.survey.measure_one import measure_loaded
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_loaded, text_hash
 
 RESAMPLED = 1000
 """Number of bootstrap samples for the standard error of metrics that are not means."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sinklab.data.sources.rows import read_rows
+from sinklab.data.textfiles import read_rows
 from sinklab.errors import InputError
 from sinklab.schema import ReadDocument
 

@@ -11,15 +11,24 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinklab.attention.core import AttentionCore
+from sinklab.attention.layer_call import AttentionCore
 from sinklab.attention.masks import Mask, visible_keys
 from sinklab.model.config import ModelConfig
-from sinklab.model.gate import LatentHeads, LatentProjection, OutputGating, ValueGating, ValueScaling
 from sinklab.model.mixer import DeltaMixer, LinearAttention, RuleInputs
 from sinklab.model.norm import build_norm, norm_of_heads
 from sinklab.model.past import LayerPast, StatePast
 from sinklab.model.position import DistanceTerm, rotate_first
-from sinklab.model.values import NoValueResidual, ValueMixing, may_be_rounding, without_own_value
+from sinklab.model.values import (
+    LatentHeads,
+    LatentProjection,
+    NoValueResidual,
+    OutputGating,
+    ValueGating,
+    ValueMixing,
+    ValueScaling,
+    may_be_rounding,
+    without_own_value,
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class Attention(nn.Module):
         layer: layer number, 1-based.
 
     Attributes:
-        edited_mask: mask of the current call after all edits (models/intercept.py), if `sees_one_key` needs it; None
+        edited_mask: mask of the current call after all edits (models/hooks.py), if `sees_one_key` needs it; None
             otherwise.
     """
 

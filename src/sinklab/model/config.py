@@ -34,11 +34,19 @@ from torch import nn
 
 from sinklab.attention.biases import Bias
 from sinklab.attention.config import AttentionConfig, AttentionMask
-from sinklab.model.gate import FullProjection, Gate, LatentProjection, LatentSizes, NoGate, Projection
 from sinklab.model.mixer import AttentionOnly, DeltaMixer, Mixer
 from sinklab.model.norm import NormConfig
 from sinklab.model.position import Distance, Position, Rotary
-from sinklab.model.values import NoValueResidual, ValueResidual
+from sinklab.model.values import (
+    FullProjection,
+    Gate,
+    LatentProjection,
+    LatentSizes,
+    NoGate,
+    NoValueResidual,
+    Projection,
+    ValueResidual,
+)
 from sinklab.schema import LARGEST, Part
 
 

@@ -6,10 +6,9 @@ from statistics import fmean
 from typing import Any
 
 from sinklab.measuring.registry import METRICS, Evaluation
-from sinklab.measuring.statistics.highest import later_sink
 from sinklab.report.data import ReportData, ReportedRun, model_label, rates_by_eps
 from sinklab.report.run_table import DEVIATION, over_seeds, run_table
-from sinklab.tables import SINK_1, Table, TableCell, TableColumn, Value, counted, table_of
+from sinklab.tables import SINK_1, Table, TableCell, TableColumn, Value, counted, later_sink, table_of
 
 SHOWN = 0.05
 """Minimum sink rate, percent, at which a headline on several models names a sink; lower rates round to 0.0."""

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinklab.assessing.assessment import Assessment
+from sinklab.assessing.assess_model import Assessment
 from sinklab.errors import InputError
 from sinklab.experiments.documents import CellSummary
 from sinklab.report.sweeps import Sweep, value_text

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from sinklab.assessing.assessment import comparable
+from sinklab.assessing.assess_model import comparable
 from sinklab.assessing.parts import NUMBERS
 from sinklab.experiments.documents import CellRun, CellSummary, median_of_known
 from sinklab.measuring.registry import BOARD, METRICS

@@ -3,8 +3,10 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from statistics import median
 
-from sinklab.assessing.assessment import Assessment
+from sinklab.assessing.assess_model import Assessment
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import FIRST_FEW, SecondarySink, first_of_each
@@ -118,17 +120,52 @@ def _prefix(label: str) -> str:
     return f"{label}, " if label else ""
 
 
-def measurement_tables(m: Measurement) -> list[Table]:
-    """Make the tables of one measurement, for the terminal and notebooks."""
+def measurement_tables(m: Measurement, full: bool = True) -> list[Table]:
+    """Make the tables of one measurement, for the terminal and notebooks.
+
+    Args:
+        full: False for a table of at most six numbers instead of those by position and layer; tables that an option
+            adds (lengths, ablations, ...) are always included.
+    """
     one = [("", m)]
-    labelled = [make(one) for make in (ablations_table, mixing_table, propositions_table)]
-    made = [_positions(m), _by_length(m), layers_table(one), _massive(m), *labelled, secondary_table(one, SHOWN_SINKS)]
+    made = [_positions(m), layers_table(one), _massive(m)] if full else [_main_numbers(m)]
+    made += [_by_length(m), *(make(one) for make in (ablations_table, mixing_table, propositions_table))]
+    made.append(secondary_table(one, SHOWN_SINKS) if full else None)
     return [table for table in made if table is not None]
+
+
+def _main_numbers(m: Measurement) -> Table:
+    """Make the table of the numbers of the first token that a reader looks at first."""
+    heads_LH = m.importance[:, :, 0]
+    layer, head = divmod(int(heads_LH.argmax()), m.heads)
+    rows: list[list[Value]] = [
+        [SINK_1, f"{m.sink_rate[0]:.1f} %", f"of heads give it more than {m.eps:g} of attention"],
+        ["strongest head", f"{heads_LH.max():.2f}", f"of the attention of layer {layer + 1}, head {head + 1}"],
+    ]
+    norms = m.hidden_norm_ratio or [math.inf]
+    if math.isfinite(largest := max(norms)):
+        after = norms.index(largest)
+        place = f"after block {after}" if after else "in the embedding"
+        rows.append(["largest norm", f"{largest:.1f} x", f"the mean of the other tokens, {place}"])
+    if m.value_norm_ratio:
+        rows.append(
+            ["its value vectors", f"{median(m.value_norm_ratio):.2f} x", "the norm of the others, median layer"]
+        )
+    if m.massive_activations:
+        top = m.massive_activations[0]
+        where = f"channel {top.dimension}" + (f" of position {top.position}" if top.position > 1 else "")
+        rows.append(["largest activation", f"{top.ratio_to_median:,.0f} x", f"the median of its block ({where})"])
+    if m.loss is not None:
+        bits = "" if m.bits_per_byte is None else f"; {m.bits_per_byte:.3f} bits per byte of text"
+        rows.append(["loss", f"{m.loss:.3f}", f"nats per token{bits}"])
+    heading = "BOS, the first token" if m.bos else "The first token"
+    return Table("", [TableColumn(heading, text=True), TableColumn(""), TableColumn("", text=True)], rows)
 
 
 def measurement_title(m: Measurement) -> str:
     """Return model, revision, number and length of the sequences, and inputs of a measurement."""
-    model = (m.model or "model") + (f" at {m.revision}" if m.revision else "")
+    name = Path(m.model).name if m.model.startswith(("/", ".")) else m.model
+    model = (name or "model") + (f" at {m.revision}" if m.revision else "")
     return f"{model}: {plural(m.sequences, 'sequence')} of {m.length} tokens, {m.inputs}"
 
 

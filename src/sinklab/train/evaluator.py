@@ -11,8 +11,8 @@ from torch import Tensor
 from sinklab.measuring.driver import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
+from sinklab.models.adapter import NativeAdapter
 from sinklab.models.hooks import evaluating
-from sinklab.models.native import NativeAdapter
 from sinklab.train.directory.run import Run
 from sinklab.train.parallelize import gathered
 from sinklab.train.update import Updater

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sinklab.data.sources.textfiles import Message, ReadCounts, read_conversations
+from sinklab.data.textfiles import Message, ReadCounts, read_conversations
 from sinklab.errors import InputError
 from sinklab.measuring.inputs import default_prefix
-from sinklab.models.huggingface.rendering import MARK, Rendered, render_chat
+from sinklab.models.huggingface.tokenizer_files import MARK, Rendered, render_chat
 from sinklab.tables import plural
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sinklab.data.sources.textfiles import ReadCounts, expanded, notes_on_folder
+from sinklab.data.textfiles import ReadCounts, expanded, notes_on_folder
 from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.files import sha256_of

@@ -24,7 +24,7 @@ from trl import SFTConfig, SFTTrainer
 from sinklab.errors import SinklabError
 from sinklab.jobs import StepProgress
 from sinklab.model.loss import IGNORED
-from sinklab.models.native import is_exported
+from sinklab.models.families import family_of
 from sinklab.survey.api import EVAL_PREFIX, SinkCallback
 from sinklab.tuning.chats import TokenizedChat
 from sinklab.tuning.sft_dataset import SftDataset
@@ -96,7 +96,7 @@ class Tuner(SFTTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        compute = Trainer.compute_loss if is_exported(self.model) else SFTTrainer.compute_loss
+        compute = Trainer.compute_loss if family_of(self.model).exported else SFTTrainer.compute_loss
         found: Any = compute(self, model, inputs, return_outputs, num_items_in_batch)
         if not model.training:
             targets = int((inputs["labels"][:, 1:] != IGNORED).sum())

@@ -60,10 +60,10 @@ from sinklab.models.hooks import (
     evaluating,
     hidden_states,
     hooked,
+    intercept,
     requiring_grad,
     residual_stream,
 )
-from sinklab.models.intercept import intercept
 from sinklab.schema import ReadDocument
 from sinklab.tables import PlotAxis
 

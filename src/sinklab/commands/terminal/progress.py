@@ -21,7 +21,7 @@ from rich.progress import (
 )
 
 from sinklab.commands.terminal.tables import print_text, printable
-from sinklab.measuring.statistics.highest import in_brackets, later_sink_text
+from sinklab.tables import in_brackets, later_sink_text
 
 if TYPE_CHECKING:
     from sinklab.experiments.sweep.engine import Event

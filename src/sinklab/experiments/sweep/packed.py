@@ -23,7 +23,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from sinklab.assessing.assessment import ASSESSMENT
+from sinklab.assessing.assess_model import ASSESSMENT
 from sinklab.errors import InputError, cause
 from sinklab.experiments.documents import RECORD, RunRecord
 from sinklab.experiments.sweep.store import MANIFESTS, read_manifests

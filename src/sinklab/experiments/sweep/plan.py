@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sinklab.data.shards import TokenDataset
+from sinklab.data.loader import TokenDataset
 from sinklab.errors import InputError
 from sinklab.experiments.claims import Diverges, parts_of
 from sinklab.experiments.definition import Experiment

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
-from sinklab.assessing.assessment import ASSESSMENT, load_assessment
+from sinklab.assessing.assess_model import ASSESSMENT, load_assessment
 from sinklab.assessing.parts import PartName
 from sinklab.errors import InputError
 from sinklab.experiments.claims import Scale

@@ -9,7 +9,7 @@ from sinklab.experiments.documents import ReplicateKind
 from sinklab.experiments.quantities import AT_EPS, AVERAGED, RunNumbers, quantity
 from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.counts import seed_by_seed, separated
-from sinklab.measuring.statistics.highest import NO_SINK, highest_rate
+from sinklab.tables import NO_SINK, highest_rate
 
 Values = Mapping[str, Mapping[int, float]]
 """Values of a check's quantity by cell and seed."""

@@ -9,8 +9,7 @@ from sinklab.experiments.quantities import quantity
 from sinklab.experiments.verdicts.counts import FEWEST, middle_and_ends, pairs_against, share_interval
 from sinklab.experiments.verdicts.kinds import Finding, UnmeasuredError, apart, moved
 from sinklab.measuring.registry import Metric
-from sinklab.measuring.statistics.highest import NO_SINK
-from sinklab.tables import plural
+from sinklab.tables import NO_SINK, plural
 
 
 def number(value: float, of: Metric) -> str:

@@ -17,6 +17,7 @@ from sinklab.attention.masks import RealTokens, real_tokens
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import InputError, SinklabError, cause, is_out_of_memory
 from sinklab.model.position import PositionKind, alibi_terms
+from sinklab.models import families as anatomy
 from sinklab.models.families import (
     ROTARY_CLASS,
     ROTARY_EMBEDDING,
@@ -26,28 +27,38 @@ from sinklab.models.families import (
     looped_layers,
     ranges_text,
     text_config,
+    weights_quantised,
 )
 from sinklab.models.hooks import (
+    CACHE,
     NO_BLOCKS,
     NO_CACHE,
+    Compute,
+    Edit,
     FirstColumns,
     evaluating,
     forward_pass_hooks,
     hooked,
+    intercept,
+    named_arguments,
     replaced_inputs,
     residual_stream,
 )
-from sinklab.models.huggingface import anatomy
-from sinklab.models.huggingface.attention_functions import foreign_attention
-from sinklab.models.huggingface.forward_call import CACHE, named_arguments
-from sinklab.models.huggingface.gates import GateLayout, find_gates
-from sinklab.models.huggingface.gguf import weights_quantised
-from sinklab.models.huggingface.hidden_keys import HiddenKeys
-from sinklab.models.huggingface.interface import OwnAttention, attention_computed_by, attention_modules
-from sinklab.models.huggingface.piecewise_loss import fixed_output, forward_loss, has_piecewise_logits
-from sinklab.models.intercept import Compute, Edit, intercept
+from sinklab.models.huggingface.gates import (
+    GateLayout,
+    HiddenKeys,
+    find_gates,
+    fixed_output,
+    forward_loss,
+    has_piecewise_logits,
+)
+from sinklab.models.huggingface.interface import (
+    OwnAttention,
+    attention_computed_by,
+    attention_modules,
+    foreign_attention,
+)
 from sinklab.models.memory_budget import Sizes, sizes_of_pretrained
-from sinklab.models.native import check_length
 
 UNFUSED = ("eager", "sdpa")  # attention implementations that run on every device
 TRIED = 8  # tokens of trial forward passes
@@ -154,7 +165,6 @@ class HuggingFaceAdapter:
                     "the model's RoPE scaling depends on the sequence length and differs between "
                     f"{T} and {length} tokens, so one pass cannot measure both: measure {length} separately"
                 )
-        check_length(longest, self.limit)
 
     def read(
         self,
@@ -421,7 +431,6 @@ class HuggingFaceAdapter:
 
         Raises:
             InputError: see `attention_modules`; also if the model does not use transformers' attention interface.
-            SinklabError: see `attention_modules`.
         """
         if not self.dispatches:
             raise InputError(

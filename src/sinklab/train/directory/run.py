@@ -33,9 +33,8 @@ import numpy as np
 import torch
 
 import sinklab
-from sinklab.data.loader import Loader
+from sinklab.data.loader import Loader, TokenDataset
 from sinklab.data.prepare import prepared
-from sinklab.data.shards import TokenDataset
 from sinklab.device import float32_if_emulated, multiplies_natively, pick_device, processor_name
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.files import RECIPE, RUNS, parse_json, write_json, write_text, written_aside
