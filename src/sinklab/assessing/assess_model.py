@@ -15,7 +15,7 @@ from sinklab.assessing.part import AssessPart, AssessText, PartRow
 from sinklab.assessing.parts import IN_QUICK, PARTS, USUAL, PartName, known_part
 from sinklab.assessing.reading import PartInput
 from sinklab.assessing.settings import AssessOptions, AssessSettings, settings_for
-from sinklab.data.corpora import documents
+from sinklab.data.corpora import DEFAULT_TEXT_NOTE, default_text, documents
 from sinklab.errors import InputError
 from sinklab.files import parse_json, read_document
 from sinklab.jobs import JobEvent, JobStep, Ledger, Observer, StepProgress, check_request, ignore, run_steps
@@ -160,7 +160,7 @@ def comparable(assessments: Mapping[str, Assessment]) -> dict[str, Assessment]:
 
 
 def assess(
-    model: str,
+    model: str | Model,
     text: Path | None,
     options: AssessOptions,
     *,
@@ -172,9 +172,9 @@ def assess(
     """Assess the cost and benefit of the sink in one model.
 
     Args:
-        model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
+        model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub; or an open model.
         text: a text file, a folder of them, or another source of `documents` such as stdlib, read as one
-            stream; None for the validation text of a run.
+            stream; None for the validation text of a run, and for the text that comes with sinklab otherwise.
         options: settings; without `parts`, the default parts (`USUAL`, or `IN_QUICK` with `quick`) that can be run on
             the model.
         loading: options for loading the model.
@@ -196,14 +196,15 @@ def assess(
         SinklabError: if the model cannot be loaded (see `open_model`), `out` cannot be locked, or a loss or KL
             divergence is not finite; the results of finished parts remain saved.
     """
-    check_name(model)
+    if isinstance(model, str):
+        check_name(model)
+    held_out = text is None and is_run(model if isinstance(model, str) else model.name)
+    text = text or (None if held_out else default_text())
     parts = sorted(set(map(known_part, options.parts)), key=list(PARTS).index)
     options = options.model_copy(update={"parts": tuple(parts)})
     ledger = Ledger[Assessment](out, ASSESSMENT)
     if text is not None:
         next(documents(str(text)))
-    elif not is_run(model):
-        raise InputError(f"--text is required: {model} is not a run, so it has no validation text")
     skips = where_possible or not options.parts
     with ledger.locked():
         source = AssessText(open_separable(model, loading), text)
@@ -242,18 +243,18 @@ def assess(
         return found
 
 
-def open_separable(name: str, loading: Loading) -> Model:
-    """Load a model, and check that its attention can be edited.
+def open_separable(model: str | Model, loading: Loading) -> Model:
+    """Load a model that is not open yet, and check that its attention can be edited.
 
     Raises:
         InputError, SinklabError: see `open_model` and `Adapter.check_causal`; InputError also if the attention cannot
             be edited.
     """
-    model = open_model(name, loading)
-    model.adapter.check_causal()
-    if why := model.adapter.inseparable():
-        raise InputError(f"{name} cannot be assessed: {why}")
-    return model
+    opened = open_model(model, loading) if isinstance(model, str) else model
+    opened.adapter.check_causal()
+    if why := opened.adapter.inseparable():
+        raise InputError(f"{opened.name} cannot be assessed: {why}")
+    return opened
 
 
 def _so_far(
@@ -274,7 +275,7 @@ def _so_far(
         context=model.adapter.context,
         layers=len(model.adapter.blocks),
         asked=parse_json(json.dumps(asked)),
-        notes=[*_notes(text, settings, options), model.fed(tokens_NT).line()],
+        notes=[*_notes(text, given, settings, options), model.fed(tokens_NT).line()],
     )
     before = ledger.earlier(load_assessment)
     if before is None or ledger.path is None:
@@ -307,7 +308,7 @@ def _inputs(
     return inputs
 
 
-def _notes(text: AssessText, settings: AssessSettings, options: AssessOptions) -> list[str]:
+def _notes(text: AssessText, given: Path | None, settings: AssessSettings, options: AssessOptions) -> list[str]:
     model, adapter = text.model, text.model.adapter
     notes = [*model.notes]
     if model.step != model.planned_steps:
@@ -319,6 +320,8 @@ def _notes(text: AssessText, settings: AssessSettings, options: AssessOptions) -
             f"quick: {settings.sequences} x {settings.length:,} tokens, {settings.stream_sequences} x "
             f"{settings.stream_length:,} for streaming{without}; for numbers to cite, repeat without --quick",
         )
+    if given == default_text():
+        notes.append(DEFAULT_TEXT_NOTE)
     notes += [*text.notes(), *adapter.kinds.notes(), *adapter.kinds.notes_on_hidden_keys()]
     if settings.positions == "text" and options.positions is None:
         notes.append(f"the streaming part uses positions in the text, as {adapter.fixed_positions()}")
