@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import Field, SerializeAsAny, SerializerFunctionWrapHandler, model_serializer, model_validator
+from torch import Tensor
 
-from sinklab.assessing.part import AssessPart, AssessText, PartRow
+from sinklab.assessing.part import AssessPart, AssessText, GivenTokens, PartRow
 from sinklab.assessing.parts import IN_QUICK, PARTS, USUAL, PartName, known_part
 from sinklab.assessing.reading import PartInput
 from sinklab.assessing.settings import AssessOptions, AssessSettings, settings_for
@@ -161,7 +162,7 @@ def comparable(assessments: Mapping[str, Assessment]) -> dict[str, Assessment]:
 
 def assess(
     model: str | Model,
-    text: Path | None,
+    text: Path | Tensor | None,
     options: AssessOptions,
     *,
     loading: Loading = AS_IT_IS,
@@ -174,7 +175,8 @@ def assess(
     Args:
         model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub; or an open model.
         text: a text file, a folder of them, or another source of `documents` such as stdlib, read as one
-            stream; None for the validation text of a run, and for the text that comes with sinklab otherwise.
+            stream; None for the validation text of a run, and for the text that comes with sinklab otherwise. Or
+            token ids (N, T) of an open model, whose sequences are read as they are.
         options: settings; without `parts`, the default parts (`USUAL`, or `IN_QUICK` with `quick`) that can be run on
             the model.
         loading: options for loading the model.
@@ -199,15 +201,16 @@ def assess(
     if isinstance(model, str):
         check_name(model)
     held_out = text is None and is_run(model if isinstance(model, str) else model.name)
-    text = text or (None if held_out else default_text())
+    text = default_text() if text is None and not held_out else text
     parts = sorted(set(map(known_part, options.parts)), key=list(PARTS).index)
     options = options.model_copy(update={"parts": tuple(parts)})
     ledger = Ledger[Assessment](out, ASSESSMENT)
-    if text is not None:
+    if isinstance(text, Path):
         next(documents(str(text)))
     skips = where_possible or not options.parts
     with ledger.locked():
-        source = AssessText(open_separable(model, loading), text)
+        opened = open_separable(model, loading)
+        source = GivenTokens(opened, text) if isinstance(text, Tensor) else AssessText(opened, text)
         settings = settings_for(source.model, options)
         inputs = _inputs(source, settings, options, skips)
         found = _so_far(ledger, source, text, settings, options)
@@ -258,7 +261,11 @@ def open_separable(model: str | Model, loading: Loading) -> Model:
 
 
 def _so_far(
-    ledger: Ledger[Assessment], text: AssessText, given: Path | None, settings: AssessSettings, options: AssessOptions
+    ledger: Ledger[Assessment],
+    text: AssessText,
+    given: Path | Tensor | None,
+    settings: AssessSettings,
+    options: AssessOptions,
 ) -> Assessment:
     """Load the assessment saved by an earlier call, or create one without results; other settings raise InputError."""
     model, tokens_NT = text.model, text.sequences(settings.sequences, settings.length)
@@ -320,7 +327,7 @@ def _notes(text: AssessText, given: Path | None, settings: AssessSettings, optio
             f"quick: {settings.sequences} x {settings.length:,} tokens, {settings.stream_sequences} x "
             f"{settings.stream_length:,} for streaming{without}; for numbers to cite, repeat without --quick",
         )
-    if given == default_text():
+    if isinstance(given, Path) and given == default_text():
         notes.append(DEFAULT_TEXT_NOTE)
     notes += [*text.notes(), *adapter.kinds.notes(), *adapter.kinds.notes_on_hidden_keys()]
     if settings.positions == "text" and options.positions is None:

@@ -313,8 +313,8 @@ class KVFormats(AssessPart):
             yield self.row(f"{one.name}, values only", one.values)
             yield self.row(f"{one.name}, first {self.spared} in full precision", one.without_sink)
             if q4_0:
-                answer, words = "part of the loss in q4_0 due to the sink", "with a cache in q4_0"
-                yield PartRow("", None, one.due_to_sink, answer=answer, gained=words, numbers=["q4_0_due_to_sink"])
+                answer = "part of the loss in q4_0 due to the sink"
+                yield PartRow("", None, one.due_to_sink, answer=answer, numbers=["q4_0_due_to_sink"])
         for one in self.layers:
             series = (f"{one.name}", f"{one.name}, first {self.spared} exact")
             more = f"KL {one.everything.kl:.2e}, {one.share:.0%} of it due to the sink; {one.due_said}"
