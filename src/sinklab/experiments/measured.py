@@ -21,12 +21,11 @@ from typing import Any
 from sinklab.errors import InputError
 from sinklab.evaluating.evaluate_model import measure_and_evaluate
 from sinklab.evaluating.tasks import ChosenTask, chosen_task
-from sinklab.experiments.claims import Claim, OverSubjects, Undecidable, Within
+from sinklab.experiments.claims import Claim, OverCells, Undecidable, Within
 from sinklab.experiments.definition import CellTask, Experiment, MeasuredCell
-from sinklab.experiments.documents import SUMMARY, CellRun, ExperimentSummary, Summary
+from sinklab.experiments.documents import SUMMARY, CellRun, CellSummary, ExperimentSummary, Summary
 from sinklab.experiments.paper import published_tables
-from sinklab.experiments.quantities import RunNumbers
-from sinklab.experiments.results import CellResults, measured_numbers, named_values
+from sinklab.experiments.results import measured_numbers, named_values
 from sinklab.experiments.summary import summarise, summary_entry
 from sinklab.jobs import Observer, ignore
 from sinklab.measuring.findings import Propositions
@@ -328,34 +327,33 @@ class MeasuredResults:
             judged.append(claim.model_copy(update={"models": len(used)}))
         return summary.model_copy(update={"claims": judged})
 
-    def _cell(self, one: Pass, cell: MeasuredCell) -> CellResults:
+    def _cell(self, one: Pass, cell: MeasuredCell) -> CellSummary:
         """Return the replicates of a cell, and those of its settings that differ from the default or between cells."""
         runs: list[CellRun] = []
-        numbers: list[RunNumbers] = []
         for replicate in one.replicates(self.draws):
             folder = one.folder(replicate)
             measured = self.outcome.measured.get(folder)
-            found = measured_numbers(cell, measured, replicate) if measured else None
-            numbers += [found] if found else []
+            numbers = measured_numbers(cell, measured, replicate) if measured else None
             failed = self.outcome.failed.get(folder)
-            values, never = named_values(found, self.experiment.columns) if found else ({}, [])
+            values, never = named_values(numbers, self.experiment.columns) if numbers else ({}, [])
             runs.append(
                 CellRun(
                     seed=replicate,
                     hash=self.hashes[folder],
                     directory=folder,
-                    status="done" if found else "failed" if failed else "unfinished",
+                    status="done" if numbers else "failed" if failed else "unfinished",
                     message=failed or "",
                     values=values,
                     never=never,
                     seconds=measured.seconds if measured else None,
+                    numbers=numbers,
                 )
             )
         dumped = [other.model_dump(mode="json") for other in self.experiment.requests.values()]
         varied = {name for name in MeasuredCell.model_fields if any(other[name] != dumped[0][name] for other in dumped)}
         shown = varied | cell.model_dump(exclude_defaults=True).keys()
         change = {name: value for name, value in cell.model_dump(mode="json").items() if name in shown}
-        return CellResults(change, runs, numbers)
+        return CellSummary(change=change, runs=runs)
 
 
 def measure_experiment(
@@ -455,18 +453,18 @@ def claims_about(
             claim.proposition in (None, found.number)
             and claim.positions in (None, "added" if found.number is None else "other")
         ):
-            yield from _about(claim, subjects)
+            yield from _about(claim, subjects, experiment.each)
 
 
-def _about(claim: Claim, subjects: Sequence[Subject]) -> Iterator[Claim | Undecidable]:
+def _about(claim: Claim, subjects: Sequence[Subject], each: str | None) -> Iterator[Claim | Undecidable]:
     match claim.check:
-        case OverSubjects(kind="alike_over_domains") as check:
+        case OverCells(over_subjects=True, cell=str(cell)) as check if each == "domain":
             if len(subjects) < 2:
                 yield Undecidable(claim, "The claim requires at least two domains.")
             else:
-                yield claim.about(check.across(tuple(one.cell_name(check.cell) for one in subjects)))
-        case OverSubjects() as check:
-            yield from _by_family(claim, check, subjects)
+                yield claim.about(check.across(tuple(one.cell_name(cell) for one in subjects)))
+        case OverCells(over_subjects=True, cell=str(cell)) as check:
+            yield from _by_family(claim, check, cell, subjects)
         case Within() as check if subjects[0].name:
             for one in subjects:
                 of_subject = check.model_copy(update={"cell": one.cell_name(check.cell)})
@@ -475,7 +473,7 @@ def _about(claim: Claim, subjects: Sequence[Subject]) -> Iterator[Claim | Undeci
             yield claim
 
 
-def _by_family(claim: Claim, check: OverSubjects, subjects: Sequence[Subject]) -> Iterator[Claim | Undecidable]:
+def _by_family(claim: Claim, check: OverCells, cell: str, subjects: Sequence[Subject]) -> Iterator[Claim | Undecidable]:
     known = [(model, one) for one in subjects if (model := paper_model(one.models["base"]))]
     families: dict[str, list[Subject]] = {}
     for model, one in sorted(known, key=lambda pair: pair[0].parameters):
@@ -488,7 +486,7 @@ def _by_family(claim: Claim, check: OverSubjects, subjects: Sequence[Subject]) -
         and family not in check.without_families
     }
     for family, members in enough.items():
-        yield claim.about(check.across(tuple(one.cell_name(check.cell) for one in members)), family)
+        yield claim.about(check.across(tuple(one.cell_name(cell) for one in members)), family)
     if not enough:
         wanted = f"of {' or '.join(check.families)}" if check.families else "of one family of the paper's list"
         excluded = f" other than {' and '.join(check.without_families)}" if check.without_families else ""

@@ -1,46 +1,19 @@
-"""Results of a cell, read from run directories or from measurements of existing models."""
+"""Numbers of a run, read from run directories or from measurements of existing models."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
 from pathlib import Path
 
 from sinklab.assessing.assessment import ASSESSMENT, load_assessment
 from sinklab.errors import SinklabError
 from sinklab.experiments.definition import MeasuredCell
-from sinklab.experiments.documents import CellRun, read_record
+from sinklab.experiments.documents import read_record
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.registry import NAMED
 from sinklab.train.directory.history import Evaluation, read_history
 from sinklab.train.recipe import load_recipe
 from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
-
-
-@dataclass(frozen=True)
-class CellResults:
-    """Runs of a cell.
-
-    Attributes:
-        change: changed recipe keys or settings of the cell (`CellSummary.change`).
-        runs: entries of the runs in summary.json, one per replicate, finished or not.
-        numbers: quantities of the finished runs; runs without metrics are omitted.
-        failed: number of runs that diverged; 0 for measured cells.
-    """
-
-    change: Mapping[str, object]
-    runs: Sequence[CellRun]
-    numbers: Sequence[RunNumbers]
-    failed: int = 0
-
-    def of_seeds(self, seeds: Collection[int] | None) -> "CellResults":
-        """Return a copy with only the runs of these seeds; the object itself if `seeds` is None."""
-        if seeds is None:
-            return self
-        runs = [run for run in self.runs if run.seed in seeds]
-        numbers = [run for run in self.numbers if run.seed in seeds]
-        return replace(self, runs=runs, numbers=numbers, failed=sum(run.status == "failed" for run in runs))
-
 
 NO_METRICS = "its metrics.jsonl is missing or empty (restore it, or remove the directory to train the run again)"
 

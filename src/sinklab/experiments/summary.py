@@ -14,7 +14,6 @@ from sinklab.experiments.documents import (
     median_of_known,
     verdict_counts,
 )
-from sinklab.experiments.results import CellResults
 from sinklab.experiments.verdicts.judging import ToJudge, judge
 from sinklab.schema import finite_or_none
 
@@ -57,7 +56,7 @@ def summary_entry(
     )
 
 
-def summarise(experiments: Sequence[ToJudge], results: Mapping[str, CellResults], altered: bool = False) -> Summary:
+def summarise(experiments: Sequence[ToJudge], results: Mapping[str, CellSummary], altered: bool = False) -> Summary:
     """Return the content of summary.json: results of the cells, and verdicts on the claims.
 
     Args:
@@ -98,18 +97,18 @@ def _with_references(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
     ]
 
 
-def _cell_summary(of: CellResults, names: Sequence[str]) -> CellSummary:
-    """Return the cell's entry in summary.json: medians over finished runs, and estimates of the quantities `names`."""
-    last = [run.last for run in of.numbers]
-    seconds = [run.seconds for run in of.runs if run.status == "done" and run.seconds is not None]
+def _cell_summary(cell: CellSummary, names: Sequence[str]) -> CellSummary:
+    """Return the cell with medians over its finished runs, and estimates of the quantities `names`."""
+    last = [run.last for run in cell.numbers]
+    seconds = [run.seconds for run in cell.runs if run.status == "done" and run.seconds is not None]
     return CellSummary(
         sink_rate=[median_of_known(rates) for rates in zip(*(one.sink_rate for one in last), strict=False)],
         sink_rate_bias=median_of_known(one.sink_rate_bias for one in last),
         valid_loss=median_of_known(one.valid_loss for one in last),
         hidden_norm_ratio_max=median_of_known(finite_or_none(one.largest_norm_ratio) for one in last),
-        seeds=len(of.numbers),
+        seeds=len(last),
         seconds=fmean(seconds) if seconds else None,
-        change=dict(of.change),
-        values={name: one for name in names if (one := estimated(of.runs, name))},
-        runs=list(of.runs),
+        change=cell.change,
+        values={name: one for name in names if (one := estimated(cell.runs, name))},
+        runs=cell.runs,
     )

@@ -15,9 +15,8 @@ from sinklab.assessing.parts import PartName
 from sinklab.errors import InputError
 from sinklab.experiments.claims import Scale
 from sinklab.experiments.definition import ONLY_MEASURED, Experiment
-from sinklab.experiments.documents import RECORD, CellRun, Summary, edited, record_of
-from sinklab.experiments.quantities import RunNumbers
-from sinklab.experiments.results import NO_METRICS, CellResults, NoMetricsError, named_values, read_numbers
+from sinklab.experiments.documents import RECORD, CellRun, CellSummary, Summary, edited, record_of
+from sinklab.experiments.results import NO_METRICS, NoMetricsError, named_values, read_numbers
 from sinklab.experiments.summary import at_scale, summarise
 from sinklab.experiments.sweep.plan import SweepPlan
 from sinklab.files import folders_with, read_document, write_json
@@ -171,7 +170,7 @@ def _progress(directory: Path) -> tuple[bool, bool, int]:
     return (directory / RECORD).is_file(), (directory / "measurement.json").is_file(), size
 
 
-def results_of(manifests: Mapping[str, SweepManifest], out: Path) -> dict[str, CellResults]:
+def results_of(manifests: Mapping[str, SweepManifest], out: Path) -> dict[str, CellSummary]:
     """Return the results of all cells of the manifests by name, from the runs in and below a directory.
 
     A finished run without metrics is listed as unfinished, with a message.
@@ -180,7 +179,7 @@ def results_of(manifests: Mapping[str, SweepManifest], out: Path) -> dict[str, C
         InputError: if a file of a run cannot be read or is damaged.
         SinklabError: if an env.json is damaged.
     """
-    found = found_runs(out)
+    runs = found_runs(out)
     wanted = tuple(dict.fromkeys([*STORED, *(name for one in manifests.values() for name in _quantities(one))]))
     hashes: dict[str, dict[int, str]] = {}
     changes: dict[str, Mapping[str, object]] = {}
@@ -188,14 +187,13 @@ def results_of(manifests: Mapping[str, SweepManifest], out: Path) -> dict[str, C
         for name, cell in one.cells.items():
             hashes.setdefault(name, {}).update(cell.hashes)
             changes.setdefault(name, cell.change)
-    results = {}
-    for name, by_seed in hashes.items():
-        read = [_read(found.get(run_hash), out, seed, run_hash, wanted) for seed, run_hash in sorted(by_seed.items())]
-        numbers = [found_numbers for _, found_numbers in read if found_numbers is not None]
-        runs = [run for run, _ in read]
-        failed = sum(run.status == "failed" for run in runs)
-        results[name] = CellResults(changes[name], runs, numbers, failed)
-    return results
+    return {
+        name: CellSummary(
+            change=dict(changes[name]),
+            runs=[_read(runs.get(run_hash), out, seed, run_hash, wanted) for seed, run_hash in sorted(by_seed.items())],
+        )
+        for name, by_seed in hashes.items()
+    }
 
 
 def summary_of(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:
@@ -214,23 +212,21 @@ def _quantities(one: SweepManifest) -> Iterator[str]:
     yield from (name for claim in one.experiment.claims if claim.check for name in claim.check.quantities)
 
 
-def _read(
-    directory: Path | None, out: Path, seed: int, run_hash: str, wanted: Sequence[str]
-) -> tuple[CellRun, RunNumbers | None]:
+def _read(directory: Path | None, out: Path, seed: int, run_hash: str, wanted: Sequence[str]) -> CellRun:
     where = directory.relative_to(out).as_posix() if directory else ""
     run = CellRun(seed=seed, hash=run_hash, directory=where, status="unfinished")
     if directory is None or (record := record_of(directory, run_hash)) is None:
-        return run, None
+        return run
     known = record.model_dump(include={"status", "message", "seconds", "tokens_per_second", "peak_memory_mb"})
     run = run.model_copy(update={**known, "edited": edited(directory, record)})
     if record.status == "failed":
-        return run, None
+        return run
     try:
         numbers = read_numbers(directory)
     except NoMetricsError:
-        return run.model_copy(update={"status": "unfinished", "message": NO_METRICS}), None
+        return run.model_copy(update={"status": "unfinished", "message": NO_METRICS})
     values, never = named_values(numbers, wanted)
-    return run.model_copy(update={"values": values, "never": never}), numbers
+    return run.model_copy(update={"values": values, "never": never, "numbers": numbers})
 
 
 @dataclass(frozen=True)

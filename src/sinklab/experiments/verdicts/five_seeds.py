@@ -62,11 +62,14 @@ def detectable(check: Check, scale: str) -> str:
     """Return a sentence with the smallest effect that five seeds detect with 80 % power, for the kind of a check.
 
     For `all`, the sentences of its checks are joined. The sentence is empty for checks other than `within`, `greater`,
-    `less`, `equal`, `rising` and `falling`, and if the scale has no pilot runs of the quantity.
+    `less`, `equal`, `rising` and `falling`, for comparisons within a run, and if the scale has no pilot runs of the
+    quantity.
     """
     if isinstance(check, All):
         return " ".join(dict.fromkeys(text for part in check.of if (text := detectable(part, scale))))
     if not isinstance(check, Within | Differs | Equal | Monotone):
+        return ""
+    if (isinstance(check, Differs) and check.than_value) or (isinstance(check, Within) and check.before):
         return ""
     found = shipped_pilots().scales.get(scale, {}).get(check.value)
     if found is None:

@@ -8,7 +8,7 @@ from sinklab.experiments.documents import ReplicateKind
 from sinklab.experiments.quantities import quantity
 from sinklab.experiments.verdicts.counts import FEWEST, middle_and_ends, pairs_against, share_interval
 from sinklab.experiments.verdicts.kinds import Finding, UnmeasuredError, apart, moved
-from sinklab.measuring.registry import Metric
+from sinklab.measuring.registry import OTHERS, Metric
 from sinklab.measuring.statistics.highest import NO_SINK
 from sinklab.tables import plural
 
@@ -96,11 +96,23 @@ def evidence(check: claims.SingleCheck, found: Finding, noun: ReplicateKind) -> 
     values = found.values
     count = counted(found.held[0], noun) if found.held else ""
     match check:
+        case claims.Within(before=int()):
+            of = quantity(check.value)
+            shown = " ".join(
+                f"At the last evaluation up to step {int(step):,}, {values_text({check.cell: rates}, of.name, noun)}"
+                for step, rates in values.items()
+            )
+            when = "between these steps" if check.after is not None else "by this step"
+            if of.name == "sink_1" and check.at_most is None:
+                return f"{shown} The rate reaches {check.at_least:g} % {when} at {count}."
+            return f"{shown} The value becomes {bounds(check, of)} {when} at {count}."
         case claims.Within():
             limits = bounds(check, quantity(check.value))
             return f"{values_text(values, check.value, noun)} The value is {limits} at {count}."
         case claims.SinkAbsent():
             return f"{values_text(values, check.value, noun)} {_below(check, found, noun)}"
+        case claims.Differs(than_value=str()):
+            return _differs_within_runs(check, found, noun)
         case claims.Differs():
             return _differs(check, found, noun)
         case claims.Equal():
@@ -113,27 +125,6 @@ def evidence(check: claims.SingleCheck, found: Finding, noun: ReplicateKind) -> 
                 return text
             steps = " and ".join(f"{one} to {other}" for one, other in found.opposite)
             return f"{text} From {steps}, the values change in the opposite direction without overlap of the {noun}s."
-        case claims.PeakAt():
-            ahead, large = (counted(held, noun) for held in found.held)
-            return (
-                f"{values_text(values, f'sink_{check.position}', noun)} The rate at position {check.position} is the "
-                f"highest of positions 1 to T / 2 at {ahead}, and at least {check.at_least:g} % at {large}."
-            )
-        case claims.Appears():
-            shown = " ".join(
-                f"At the last evaluation up to step {int(step):,}, {values_text({check.cell: rates}, 'sink_1', noun)}"
-                for step, rates in values.items()
-            )
-            when = "between these steps" if check.after is not None else "by this step"
-            return f"{shown} The rate reaches {check.rate:g} % {when} at {count}."
-        case claims.Precedes():
-            one, other = quantity(check.first), quantity(check.then)
-            both = zip(values[check.first].values(), values[check.then].values(), strict=True)
-            pairs = ", ".join(f"{number(first, one)} and {number(then, other)}" for first, then in both)
-            return (
-                f"Pairs of {check.first} and {check.then} of {check.cell} by {noun}: {pairs}{unit(other)}. "
-                f"{check.first} is smaller than {check.then} at {count}."
-            )
         case claims.Diverges():
             ended = "diverged" if check.kind == "diverges" else "did not diverge"
             return f"Training of {check.cell} {ended} at {count}."
@@ -168,6 +159,23 @@ def _differs(check: claims.Differs, found: Finding, noun: ReplicateKind) -> str:
     if check.absent:
         sentences.append(_below(check, found, noun))
     return " ".join(sentences)
+
+
+def _differs_within_runs(check: claims.Differs, found: Finding, noun: ReplicateKind) -> str:
+    of, position = quantity(check.value), check.value.removeprefix("sink_")
+    low, high = found.values
+    count, size = (counted(held, noun) for held in found.held)
+    bounded = "" if check.at_least is None and check.at_most is None else f"{bounds(check, of)} at {size}"
+    if check.kind == "greater" and low == f"{OTHERS}{position}":
+        shown = values_text({check.cell: found.values[high]}, high, noun)
+        highest = f"The rate at position {position} is the highest of positions 1 to T / 2 at {count}"
+        return f"{shown} {highest}{f', and {bounded}' if bounded else ''}."
+    both = zip(*(found.values[name].values() for name in (low, high)), strict=True)
+    pairs = ", ".join(f"{number(a, quantity(low))} and {number(b, quantity(high))}" for a, b in both)
+    return (
+        f"Pairs of {low} and {high} of {check.cell} by {noun}: {pairs}{unit(quantity(high))}. {low} is smaller than "
+        f"{high} at {count}.{f' {check.value} is {bounded}.' if bounded else ''}"
+    )
 
 
 def _equal(check: claims.Equal, found: Finding, noun: ReplicateKind) -> str:
