@@ -242,7 +242,7 @@ def _run(name: str, loading: Loading, step: int | None) -> Model:
     from sinklab.data.loader import Loader
     from sinklab.data.shards import TokenFile
     from sinklab.data.tokenizers import load_tokenizer
-    from sinklab.train.directory.run import load_run, recipe_and_data
+    from sinklab.train.run import load_run, recipe_and_data
 
     where, kind = pick_device(loading.device), pick_dtype(loading.dtype)
     run = load_run(Path(name), step)

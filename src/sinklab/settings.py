@@ -1,6 +1,6 @@
 """Base class of command settings, and fields shared by several commands.
 
-A settings model declares bounds, default and help text of each setting. `commands/from_model.py` derives the command
+A settings model declares bounds, default and help text of each setting. `commands/options.py` derives the command
 line options from its fields. Result documents contain the `model_dump` of the settings.
 """
 

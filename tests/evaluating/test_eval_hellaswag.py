@@ -13,7 +13,7 @@ from tiny_gguf import needed
 
 from sinklab.errors import InputError
 from sinklab.evaluating.evaluation import load_scores
-from sinklab.evaluating.hellaswag import read_items
+from sinklab.evaluating.tasks import read_items
 
 RESULTS = Path(__file__).parents[2] / "results" / "models"
 ORIGINAL = {

@@ -26,8 +26,8 @@ from sinklab.experiments.measured import (
     published_numbers,
     subjects_of,
 )
-from sinklab.experiments.results import measured_numbers
 from sinklab.experiments.shipped import load_experiment
+from sinklab.experiments.summary import measured_numbers
 from sinklab.measuring.options import Options
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request

@@ -21,9 +21,9 @@ from sinklab.experiments.measured import (
 from sinklab.experiments.shipped import load_experiment
 from sinklab.export.directory import export_run
 from sinklab.survey.measure_one import measure_model
-from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import build_recipe
+from sinklab.train.run import open_run
 
 SEEDS = 5
 STEPS = (1, 12)

@@ -17,8 +17,7 @@ from scipy import stats
 from sinklab.experiments.claims import Differs, Equal, Monotone
 from sinklab.experiments.documents import CellRun, CellSummary
 from sinklab.experiments.quantities import RunNumbers
-from sinklab.experiments.verdicts.counts import middle_and_ends, seed_by_seed, separated
-from sinklab.experiments.verdicts.kinds import decide
+from sinklab.experiments.verdicts.kinds import decide, middle_and_ends, seed_by_seed, separated
 
 DRAWS = 3000
 SEEDS = 5

@@ -9,10 +9,10 @@ from made_runs import cell_of, cells_of, experiment_of, judged, reading, run_of,
 from sinklab.experiments.documents import CellSummary, JudgedClaim, Summary
 from sinklab.experiments.shipped import load_experiment
 from sinklab.experiments.summary import at_scale, summarise
-from sinklab.experiments.verdicts import five_seeds
-from sinklab.experiments.verdicts.five_seeds import Committed, Pilots, detectable, verdict_of_five
+from sinklab.experiments.verdicts import wording as five_seeds
 from sinklab.experiments.verdicts.judging import judge
-from sinklab.train.directory.history import Evaluation
+from sinklab.experiments.verdicts.wording import Committed, Pilots, detectable, verdict_of_five
+from sinklab.train.run import Evaluation
 
 SINKS = {"softmax": [36.0, 30.0, 41.5, 27.0, 22.0], "k_biases": [0.0] * 5}
 LESS = {"is": "less", "value": "sink_1", "cell": "k_biases", "than": "softmax", "absent": True}

@@ -10,7 +10,7 @@ from closeness import assert_close, assert_same_rates
 from rich.console import Console
 from trained_run import LENGTH, trained_run
 
-from sinklab.commands.terminal.results import print_measurement
+from sinklab.commands.results import print_measurement
 from sinklab.data.sources.corpora import documents
 from sinklab.data.tokenizers import load_tokenizer
 from sinklab.errors import InputError
@@ -19,11 +19,11 @@ from sinklab.measuring.inputs import random_tokens, repeated_tokens
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Inputs, Options
 from sinklab.opening import open_model
-from sinklab.report.cells import progress_of
 from sinklab.report.collect import collect
+from sinklab.report.result_tables import progress_of
 from sinklab.survey.measure_one import measure_model, read_tokens
 from sinklab.survey.request import Request
-from sinklab.train.directory.run import load_run
+from sinklab.train.run import load_run
 
 
 def _by_hand(run: Path, text: Path, bos: bool, fixed: dict[int, int]) -> Measurement:

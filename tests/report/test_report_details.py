@@ -13,7 +13,7 @@ from own_models import own_model, own_tokens
 from report_fixtures import make_measurement
 from rich.console import Console
 
-from sinklab.commands.terminal.results import print_measurement
+from sinklab.commands.results import print_measurement
 from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.model.config import ModelConfig

@@ -11,13 +11,12 @@ from report_fixtures import evaluation
 from rich.console import Console
 from sweep_fixtures import make_sweep
 
-from sinklab.commands.terminal.progress import describe
-from sinklab.commands.terminal.results import print_report, print_runs, print_summary
+from sinklab.commands.results import print_report, print_runs, print_summary
+from sinklab.commands.terminal import describe
 from sinklab.experiments.documents import CellSummary, Summary
 from sinklab.measuring.statistics.highest import highest_rate, later_sink
 from sinklab.report.collect import ListedRun, collect
-from sinklab.report.leaderboard import leaderboard
-from sinklab.report.sections import experiment_sections
+from sinklab.report.sections import experiment_sections, leaderboard
 
 MOVED: list[float | None] = [0.4, 76.8, 3.0, 0.0, 0.0, 100.0]
 SAID = "76.8 % at position 2"

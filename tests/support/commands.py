@@ -175,7 +175,7 @@ def _body(command: Command) -> None:
 def _counting(command: Command) -> Iterator[None]:
     from sinklab.data.building import Builder
     from sinklab.data.prepare import _write_shards
-    from sinklab.train.directory.checkpoint import save_checkpoint
+    from sinklab.train.checkpoint import save_checkpoint
     from sinklab.train.loop import Trainer
     from sinklab.train.update import Updater
 

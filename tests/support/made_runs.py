@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from sinklab.experiments.definition import Experiment, Scale
 from sinklab.experiments.documents import CellRun, CellSummary, JudgedClaim
 from sinklab.experiments.quantities import RunNumbers
-from sinklab.experiments.results import named_values
-from sinklab.experiments.summary import at_scale
+from sinklab.experiments.summary import at_scale, named_values
 from sinklab.experiments.verdicts.judging import judge
-from sinklab.train.directory.history import Evaluation
+from sinklab.train.run import Evaluation
 
 STEPS = 1500
 NAMES = ("sink_1", "sink_bias", "valid_loss", "norm_ratio", "norm_untrained", "norm_lowest", "emergence_step")

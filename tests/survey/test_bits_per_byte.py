@@ -16,7 +16,7 @@ from trained_run import trained_run
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import sinklab
-from sinklab.commands.terminal.results import print_measurement
+from sinklab.commands.results import print_measurement
 from sinklab.data.tokenizers import UNKNOWN, spelling
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options

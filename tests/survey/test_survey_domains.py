@@ -17,9 +17,9 @@ from sinklab.data.sources import corpora
 from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
 from sinklab.opening import model_files
-from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import collect
 from sinklab.report.page import write_report
+from sinklab.report.result_tables import cells_table, headline
 from sinklab.survey.measure_many import text_hash
 from sinklab.survey.measure_one import measure_model
 from sinklab.survey.request import Request

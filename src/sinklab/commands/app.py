@@ -1,27 +1,120 @@
-"""The command line `sinklab`: results go to stdout, messages to stderr. Commands import slow modules when called."""
+"""The command line `sinklab`: results go to stdout, messages to stderr. Commands import slow modules when called.
 
+`end` runs a command, prints its errors to stderr, and sets its exit status. Only rank 0 prints errors common to all
+ranks.
+"""
+
+import errno
+import os
+import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
-from sinklab import __version__
+from sinklab import __version__, signals
 from sinklab.commands import data, reproduce
-from sinklab.commands.assess import assess
-from sinklab.commands.ending import end
-from sinklab.commands.evaluate import evaluate
-from sinklab.commands.from_model import PanelCommand, PlainGroup, with_options
-from sinklab.commands.lab import lab
+from sinklab.commands.assess import assess, evaluate, sft
 from sinklab.commands.measure import compare, measure
-from sinklab.commands.options import Json, option, print_result
-from sinklab.commands.sft import sft
-from sinklab.commands.terminal.progress import JobProgress
-from sinklab.commands.terminal.tables import print_text, stderr
-from sinklab.errors import InputError
+from sinklab.commands.options import Json, PanelCommand, PlainGroup, option, print_result, with_options
+from sinklab.commands.reproduce import lab
+from sinklab.commands.terminal import JobProgress, print_text, stderr
+from sinklab.errors import InputError, SinklabError, is_out_of_memory
+from sinklab.files import DISK_FULL
 from sinklab.settings import ADVANCED, INPUT, OUTPUT, TRAINING
 from sinklab.signals import keeping_what_is_finished
+
+INACCESSIBLE = (errno.EACCES, errno.EPERM, errno.ELOOP)
+NO_HOME = "Could not determine home directory."  # pathlib, for ~name
+SHOWN = 80  # characters shown of a path that is too long
+_KEPT = "interrupted; finished work is saved. Run the same command again to resume."
+_NOT_KEPT = "interrupted; unfinished results were not saved. Run the same command again to start over."
+_OUT_OF_MEMORY = (
+    "out of memory: use a smaller model, shorter sequences or smaller batches "
+    "(train.micro_batch, --batch-size). Files saved earlier are unchanged"
+)
+
+
+def end(app: typer.Typer) -> NoReturn:
+    """Run the command in sys.argv, and exit with its status: 130 after Ctrl-C, 75 after SIGTERM or SIGUSR1."""
+    try:
+        with signals.left_on_signals():
+            status = _status(app)
+    except (KeyboardInterrupt, typer.Abort):
+        status = signals.INTERRUPTED
+    except signals.PreemptedError:
+        status = signals.CALL_AGAIN
+    kept = signals.was_kept()
+    if status in (signals.INTERRUPTED, signals.CALL_AGAIN):
+        signals.ignore_signals()
+        if _is_first():
+            print_text(_KEPT if kept else _NOT_KEPT, stderr())
+    if _has_others():  # `joined_world` requires os._exit
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def _status(app: typer.Typer) -> int:
+    """Run the command and return its exit status; print the message of an expected error."""
+    if "" in sys.argv[1:]:  # an empty path would be the current folder
+        _say_error(
+            "an argument is empty, as from an unset variable of the shell: pass a value, or leave the option out"
+        )
+        return 2
+    try:
+        status = app(standalone_mode=False)
+    except SinklabError as error:
+        if not error.printed_elsewhere:
+            _say_error(str(error))
+        return error.exit_status
+    except typer.Exit as leaving:
+        return leaving.exit_code
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # raised by any use of a path argument
+            _say_error(f"{str(error.filename)[:SHOWN]}...: {error.strerror}; use a shorter path")
+            return 2
+        if error.errno in INACCESSIBLE and error.filename is not None:  # also raised by any use
+            _say_error(f"cannot access {error.filename}: {error.strerror}. Make it accessible, or use another path")
+            return 2
+        if error.errno not in DISK_FULL or error.filename is not None:
+            raise
+        _say_error(f"cannot write the result to stdout ({error.strerror}): free disk space, or redirect stdout")
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  flushing the rest of the output at exit would fail again
+        return 1
+    except Exception as error:
+        if is_out_of_memory(error):
+            _say_error(f"{_OUT_OF_MEMORY} ({str(error).strip() or type(error).__name__})")
+            return 1
+        if str(error) == NO_HOME:
+            _say_error("a path begins with ~ and a name, and there is no such home directory: use another path")
+            return 2
+        if not hasattr(error, "exit_code") or not hasattr(error, "format_message"):
+            raise
+        message = error.format_message()  # type: ignore[attr-defined]  # empty if a help text was printed
+        if message and _is_first():  # all processes have the same command line
+            _say_error(f"{message}{'' if message[-1] in '.?' else '.'} See --help.")
+        return 2
+    return status if isinstance(status, int) else 0
+
+
+def _has_others() -> bool:
+    """Return True if torchrun has started several processes."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def _is_first() -> bool:
+    return not _has_others() or os.environ.get("RANK", "0") == "0"
+
+
+def _say_error(message: str) -> None:
+    console = stderr()
+    console.print("error:", style="bold red", end=" ")
+    print_text(message.replace("Value error, ", ""), console)  # pydantic's prefix, in our messages and in typer's
+
 
 app = typer.Typer(cls=PlainGroup, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
 data_app = typer.Typer(cls=PlainGroup, help="Prepare text for training.", no_args_is_help=True)
@@ -107,14 +200,14 @@ def train(
     if dry_run and replay is not None:
         raise InputError("--replay and --dry-run are mutually exclusive: pass one of them")
     if dry_run:
-        from sinklab.commands.terminal.plans import print_plan
+        from sinklab.commands.results import print_plan
 
         plan, speaks = plan_command(recipe, overrides or [])
         if speaks:
             print_result(as_json, plan.document, lambda out: print_plan(plan, out))
         return
     if replay is not None:
-        from sinklab.commands.terminal.results import print_replay
+        from sinklab.commands.results import print_replay
 
         found = replay_command(recipe, overrides or [], out, replay, stderr())
         print_result(as_json, found.document, lambda out: print_replay(found, out))
@@ -169,7 +262,7 @@ def interventions(
     """
     from dataclasses import asdict
 
-    from sinklab.commands.terminal.plans import print_catalogue, print_variants
+    from sinklab.commands.results import print_catalogue, print_variants
     from sinklab.interventions import VARIANTS, catalogue
 
     if variants:
@@ -199,7 +292,7 @@ def report(
 
     Example: sinklab report runs/lab --format svg
     """
-    from sinklab.commands.terminal.results import print_report
+    from sinklab.commands.results import print_report
     from sinklab.report.collect import collect
     from sinklab.report.page import write_page
 
@@ -236,7 +329,7 @@ def verify(
     """
     from dataclasses import asdict
 
-    from sinklab.commands.terminal.results import print_checks
+    from sinklab.commands.results import print_checks
     from sinklab.experiments.sweep.verifying import verify_packed
     from sinklab.report.packing import check_readme
 
@@ -267,7 +360,7 @@ def runs(
     """
     from dataclasses import asdict
 
-    from sinklab.commands.terminal.results import print_runs
+    from sinklab.commands.results import print_runs
     from sinklab.report.collect import list_runs
 
     found = list_runs(directories)

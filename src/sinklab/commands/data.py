@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from pydantic import Field
 
-from sinklab.commands.from_model import with_options
-from sinklab.commands.options import Json, option, print_result
-from sinklab.commands.terminal.progress import DataDisplay, JobProgress
-from sinklab.commands.terminal.tables import stderr
+from sinklab.commands.options import Json, option, print_result, with_options
+from sinklab.commands.terminal import DataDisplay, JobProgress, stderr
 from sinklab.errors import InputError, cause
 from sinklab.files import check_writable, parse_yaml
 from sinklab.settings import ADVANCED, INPUT, LARGEST_INT64, OUTPUT, CommandSettings, Flag, Seed
@@ -112,7 +110,7 @@ def prepare(
     The same command resumes after an interruption; the shards are byte-identical to those of an uninterrupted call.
     Encoding uses all cores, or RAYON_NUM_THREADS threads.
     """
-    from sinklab.commands.terminal.plans import print_estimate
+    from sinklab.commands.results import print_estimate
     from sinklab.data.prepare import prepare, settings_of
     from sinklab.data.shards import is_prepared
     from sinklab.data.texts import estimate

@@ -9,10 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from sinklab.commands.from_model import Only, with_options
-from sinklab.commands.options import Json, LoadingOptions, option, run_job, save_report
-from sinklab.commands.terminal.progress import JobProgress
-from sinklab.commands.terminal.tables import print_text, stderr
+from sinklab.commands.options import Json, LoadingOptions, Only, option, run_job, save_report, with_options
+from sinklab.commands.terminal import JobProgress, print_text, stderr
 from sinklab.errors import InputError, SinklabError
 from sinklab.settings import INPUT, OUTPUT
 from sinklab.signals import keeping_what_is_finished
@@ -104,7 +102,7 @@ def measure(
         measuring = partial(measure_checkpoints, model, revisions, text, request, loading=how)
         _run_survey("checkpoints", total, measuring, out, as_json)
     else:
-        from sinklab.commands.terminal.results import print_measurement
+        from sinklab.commands.results import print_measurement
         from sinklab.jobs import StepProgress, unsaved
         from sinklab.measuring.frames import write_tables
         from sinklab.survey.measure_one import measure_model
@@ -144,7 +142,7 @@ def compare(
     The text is tokenized with each model's own tokenizer, and conversations (messages) are rendered with its own chat
     template. Differences are relative to the first model.
     """
-    from sinklab.commands.terminal.results import print_comparison
+    from sinklab.commands.results import print_comparison
     from sinklab.survey.suites import compare_models
 
     named = [loading.within(model) for model in models]
@@ -171,7 +169,7 @@ def _run_survey(
         UnsavedError: if the result could not be saved; it has been printed.
         SinklabError: if the result lists failed measurements; the others have been printed and, with `out`, saved.
     """
-    from sinklab.commands.terminal.results import print_survey
+    from sinklab.commands.results import print_survey
 
     def work(progress: JobProgress) -> Any:
         return measuring(out=out, observe=progress)

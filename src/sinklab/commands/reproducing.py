@@ -16,11 +16,9 @@ from rich.console import Console
 from sinklab.assessing.assess_model import assess
 from sinklab.assessing.assessment import load_assessment
 from sinklab.assessing.settings import AssessOptions
-from sinklab.commands.options import ReproduceSettings, print_result, save_report
-from sinklab.commands.terminal.plans import print_passes
-from sinklab.commands.terminal.progress import DataDisplay, JobProgress, RunDisplay
-from sinklab.commands.terminal.results import print_summary
-from sinklab.commands.terminal.tables import print_text, stderr
+from sinklab.commands.options import EngineName, ReproduceSettings, print_result, save_report
+from sinklab.commands.results import print_passes, print_summary
+from sinklab.commands.terminal import DataDisplay, JobProgress, RunDisplay, print_text, stderr
 from sinklab.data.prepare import prepared
 from sinklab.data.sources.corpora import documents
 from sinklab.data.sources.textfiles import read_conversations
@@ -38,18 +36,18 @@ from sinklab.experiments.measured import (
     with_models,
 )
 from sinklab.experiments.sweep import store
+from sinklab.experiments.sweep.cluster import open_engine
 from sinklab.experiments.sweep.engine import Event, train_all
-from sinklab.experiments.sweep.engines import EngineName, open_engine
-from sinklab.experiments.sweep.engines.local import default_jobs, shares
+from sinklab.experiments.sweep.local import default_jobs, shares
 from sinklab.experiments.sweep.packed import import_packed, unpack
-from sinklab.experiments.sweep.plan import SweepPlan, data_key, plan_sweep
 from sinklab.experiments.sweep.preview import Preview, pace_here, pace_of_runs, preview, read_finished
+from sinklab.experiments.sweep.store import SweepPlan, data_key, plan_sweep
 from sinklab.files import REPORT, RUNS, check_results
 from sinklab.models.huggingface.loading import Loading
 from sinklab.signals import INTERRUPTED, PreemptedError
 from sinklab.survey.measure_many import labels
-from sinklab.train.directory.lock import HeldError
-from sinklab.train.directory.run import emulation_warning
+from sinklab.train.lock import HeldError
+from sinklab.train.run import emulation_warning
 from sinklab.tuning.sft_dataset import TuneSources
 from sinklab.tuning.tune import check_extra, check_tuned, tune
 

@@ -25,8 +25,7 @@ from sinklab.experiments.claims import Claim, OverCells, Undecidable, Within
 from sinklab.experiments.definition import CellTask, Experiment, MeasuredCell
 from sinklab.experiments.documents import SUMMARY, CellRun, CellSummary, ExperimentSummary, Summary
 from sinklab.experiments.paper import published_tables
-from sinklab.experiments.results import measured_numbers, named_values
-from sinklab.experiments.summary import summarise, summary_entry
+from sinklab.experiments.summary import measured_numbers, named_values, summarise, summary_entry
 from sinklab.jobs import Observer, ignore
 from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement

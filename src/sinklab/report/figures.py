@@ -11,7 +11,6 @@ from sinklab.assessing.part import LOSS_ADDED
 from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.registry import METRICS, Evaluation
-from sinklab.report.cells import later_sink_of_cell
 from sinklab.report.charts import (
     STEPS,
     Figure,
@@ -22,10 +21,10 @@ from sinklab.report.charts import (
     scale_over,
     scatter,
 )
-from sinklab.report.data import ReportData, ReportedRun, rates_by_eps
+from sinklab.report.data import ReportData, ReportedRun, by_layer, over_seeds, rates_by_eps, run_table
 from sinklab.report.html import caption
 from sinklab.report.measurement_figures import details_figures, importance_figures
-from sinklab.report.run_table import by_layer, over_seeds, run_table
+from sinklab.report.result_tables import later_sink_of_cell
 from sinklab.schema import finite_or_none
 from sinklab.survey.suites import SavedCheckpoint
 from sinklab.tables import SINK_1, PlotAxis

@@ -36,7 +36,7 @@ from sinklab.report.sections import glance
 from sinklab.report.sweeps import Sweep, origins, remarks_on_counts, with_runs
 from sinklab.schema import leaves
 from sinklab.tables import Table, counted, names
-from sinklab.train.directory.run import read_environment
+from sinklab.train.run import read_environment
 from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 
 CHECKED = (RECIPE, METRICS)

@@ -27,13 +27,12 @@ from sinklab.experiments.documents import (
 )
 from sinklab.experiments.quantities import ClaimSubject, quantity
 from sinklab.experiments.sweep.packed import RECIPES, RUNS, is_packed, read_packed, unpack
-from sinklab.experiments.verdicts.counts import ONE_MAY_DEVIATE
+from sinklab.experiments.verdicts.kinds import ONE_MAY_DEVIATE
 from sinklab.files import parse_yaml
 from sinklab.measuring.registry import Metric
 from sinklab.measuring.statistics.highest import later_sink_text
 from sinklab.tables import Table, TableCell, TableColumn, Value, counted, names, number_text
-from sinklab.train.directory.history import Evaluation, read_history
-from sinklab.train.directory.run import read_environment
+from sinklab.train.run import Evaluation, read_environment, read_history
 
 PROVENANCE = ("recipe.yaml", "measurement.json")
 COMMIT_DIGITS = 10

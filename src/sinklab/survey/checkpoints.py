@@ -16,7 +16,7 @@ from typing import Literal
 from sinklab.errors import InputError
 from sinklab.models.huggingface.loading import check_name, check_revision
 from sinklab.opening import is_run
-from sinklab.train.directory.checkpoint import steps_saved
+from sinklab.train.checkpoint import steps_saved
 
 StepUnit = Literal["step", "tokens"]
 """Unit of the numbers in checkpoint names."""

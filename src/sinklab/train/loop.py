@@ -20,7 +20,7 @@ import torch
 from sinklab.errors import InputError, SinklabError, StoppedError
 from sinklab.files import append_line, write_json
 from sinklab.measuring.registry import recorded
-from sinklab.train.directory.checkpoint import (
+from sinklab.train.checkpoint import (
     TrainState,
     find_checkpoint,
     load_checkpoint,
@@ -28,15 +28,13 @@ from sinklab.train.directory.checkpoint import (
     save_checkpoint,
     step_of,
 )
-from sinklab.train.directory.history import finite, read_metrics, rewrite_metrics
-from sinklab.train.directory.lock import holder, lock_run, remove_if_empty, wait_for_holder
-from sinklab.train.directory.run import Run, establish
 from sinklab.train.evaluator import OTHER_EPS, Evaluator
-from sinklab.train.parallelize import compile_blocks
+from sinklab.train.lock import holder, lock_run, remove_if_empty, wait_for_holder
 from sinklab.train.planning import model_flops, peak_flops
 from sinklab.train.recipe import Recipe
+from sinklab.train.run import Run, establish, finite, read_metrics, rewrite_metrics
 from sinklab.train.update import DivergedError, NotFiniteError, Updater
-from sinklab.train.world import ALONE, World
+from sinklab.train.world import ALONE, World, compile_blocks
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from sinklab.errors import InputError, cause
 from sinklab.experiments.documents import RECORD, RunRecord
 from sinklab.experiments.sweep.store import MANIFESTS, read_manifests
 from sinklab.files import RECIPE, parse_json, sha256_of, write_gzip, write_json, write_text
-from sinklab.train.directory.run import ENVIRONMENT
+from sinklab.train.run import ENVIRONMENT
 from sinklab.tuning.tuned_directory import SFT, tuned_beside
 
 METRICS = "metrics.jsonl"

@@ -27,9 +27,8 @@ from sinklab.experiments.sweep.worker import train_cell
 from sinklab.files import RECIPE, read_document, sha256_of
 from sinklab.schema import leaves
 from sinklab.tables import number_text, plural
-from sinklab.train.directory.history import read_history
-from sinklab.train.directory.run import read_environment, recipe_and_data
 from sinklab.train.recipe import load_recipe
+from sinklab.train.run import read_environment, read_history, recipe_and_data
 
 BEGUN = "begun"
 """Key of env.json with the start time of the run in UTC, ISO 8601."""

@@ -37,12 +37,11 @@ from sinklab.experiments.sweep.engine import Event, MetricsTail, PlannedRun
 from sinklab.files import parse_json, write_json
 from sinklab.measuring.batches import process_peak_mb
 from sinklab.signals import PREEMPTING, stop_on_signals
-from sinklab.train.directory.checkpoint import steps_saved
-from sinklab.train.directory.history import read_history, seconds_spent, timed_intervals
-from sinklab.train.directory.lock import HeldError, lock_run
-from sinklab.train.directory.run import Run, open_run, recorded_hash
+from sinklab.train.checkpoint import steps_saved
+from sinklab.train.lock import HeldError, lock_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe
+from sinklab.train.run import Run, open_run, read_history, recorded_hash, seconds_spent, timed_intervals
 from sinklab.train.update import DivergedError
 from sinklab.train.world import ALONE, World, joined_world
 

@@ -23,10 +23,17 @@ from sinklab.experiments.definition import PAPER_SCALES, Experiment, Preconditio
 from sinklab.experiments.documents import JUDGED, CellSummary, ExperimentSummary, JudgedClaim, ReplicateKind, Verdict
 from sinklab.experiments.paper import Published
 from sinklab.experiments.quantities import AT_EPS, EMERGED, OTHER_EPS_TEXTS, quantity
-from sinklab.experiments.verdicts.counts import FEWEST, seed_by_seed
-from sinklab.experiments.verdicts.five_seeds import detectable, verdict_of_five
-from sinklab.experiments.verdicts.kinds import UnmeasuredError, by_seed, decide
-from sinklab.experiments.verdicts.wording import counted, evidence, number, unit, unmeasured, values_text
+from sinklab.experiments.verdicts.kinds import FEWEST, UnmeasuredError, by_seed, decide, seed_by_seed
+from sinklab.experiments.verdicts.wording import (
+    counted,
+    detectable,
+    evidence,
+    number,
+    unit,
+    unmeasured,
+    values_text,
+    verdict_of_five,
+)
 from sinklab.tables import plural
 
 GROWN = 2.0

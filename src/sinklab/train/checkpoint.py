@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from sinklab.errors import SinklabError
 from sinklab.files import is_full, sha256_of
-from sinklab.train.directory import checkpoint as tensor_store
+from sinklab.train import checkpoint as tensor_store
 from sinklab.train.world import ALONE, World
 
 STATE, SUMS = "state.json", "SHA256SUMS"
