@@ -23,7 +23,7 @@ from sinklab.experiments.summary import NO_METRICS, NoMetricsError, at_scale, na
 from sinklab.experiments.sweep.engine import PlannedRun
 from sinklab.files import folders_with, read_document, write_json
 from sinklab.interventions import VARIANTS
-from sinklab.measuring.registry import STORED
+from sinklab.measuring.registry import OTHERS, STORED
 from sinklab.schema import ReadDocument, VersionedDocument, leaves
 from sinklab.train.recipe import DATA_ORIGIN, KINDS, Recipe, build_recipe, recipe_values
 from sinklab.train.run import ENVIRONMENT, Run, recorded_hash, resolve
@@ -375,7 +375,8 @@ def summary_of(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:
 
 def _quantities(one: SweepManifest) -> Iterator[str]:
     yield from one.experiment.columns
-    yield from (name for claim in one.experiment.claims if claim.check for name in claim.check.quantities)
+    named = (name for claim in one.experiment.claims if claim.check for name in claim.check.quantities)
+    yield from (name for name in named if not name.startswith(OTHERS))  # which follows from the rates of a cell
 
 
 def _read(directory: Path | None, out: Path, seed: int, run_hash: str, wanted: Sequence[str]) -> CellRun:
