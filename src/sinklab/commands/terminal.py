@@ -65,7 +65,11 @@ def printable(text: str) -> str:
 
 def print_table(table: Table, console: Console) -> None:
     """Print a table with its notes; columns beyond the console width are printed below as further tables."""
-    names, wanted = list(range(table.names)), _wanted(table)
+    names, cells, wanted = list(range(table.names)), table.cells(), list[int]()
+    for at, column in enumerate(table.columns):  # the width of the longest line of each column, heading included
+        texts = (f"{text} {cell.note}".strip() for text, cell in (row[at] for row in cells))
+        lines = (line for text in (column.title, column.unit, *texts) for line in printable_lines(text))
+        wanted.append(max(map(cell_len, lines)))
     least = [min(width, NARROWEST_NAME) if table.columns[at].text else width for at, width in enumerate(wanted)]
     groups: list[list[int]] = [[]]
     for column in range(table.names, len(table.columns)):
@@ -97,27 +101,6 @@ def print_title(title: str, console: Console, below: Sequence[str] = ()) -> None
         console.print(Text(printable(", ".join(below)), style="dim"))
 
 
-def _wanted(table: Table) -> list[int]:
-    """Return the width in characters of the longest line of each column, heading included."""
-    cells, wanted = table.cells(), list[int]()
-    for at, column in enumerate(table.columns):
-        said = (f"{text} {cell.note}".strip() for text, cell in (row[at] for row in cells))
-        lines = (line for text in (column.title, column.unit, *said) for line in printable_lines(text))
-        wanted.append(max(map(cell_len, lines)))
-    return wanted
-
-
-def _widths(table: Table, columns: Sequence[int], width: int, wanted: Sequence[int]) -> dict[int, int]:
-    """Return the width of each text column: short ones in full, long ones equal shares of the remaining width."""
-    texts = sorted((at for at in columns if table.columns[at].text), key=wanted.__getitem__)
-    left = width - EDGES - BETWEEN * len(columns) - sum(wanted[at] for at in columns if at not in texts)
-    found: dict[int, int] = {}
-    for number, at in enumerate(texts):
-        found[at] = max(1, min(wanted[at], left // (len(texts) - number)))
-        left -= found[at]
-    return found
-
-
 def broken(text: str, width: int) -> str:
     """Return the text with words longer than `width` broken into lines, if possible after punctuation."""
 
@@ -139,7 +122,12 @@ def printable_lines(text: str) -> list[str]:
 def _drawn(table: Table, columns: Sequence[int], title: str, width: int, wanted: Sequence[int]) -> RichTable:
     heading = Text(printable(title), style="bold") if title else None
     drawn = RichTable(title=heading, title_justify="left", header_style="bold", box=SIMPLE_HEAD)
-    widths = _widths(table, columns, width, wanted)
+    texts = sorted((at for at in columns if table.columns[at].text), key=wanted.__getitem__)
+    left = width - EDGES - BETWEEN * len(columns) - sum(wanted[at] for at in columns if at not in texts)
+    widths: dict[int, int] = {}
+    for number, at in enumerate(texts):  # short texts in full, long ones equal shares of the remaining width
+        widths[at] = max(1, min(wanted[at], left // (len(texts) - number)))
+        left -= widths[at]
     for at in columns:
         column = table.columns[at]
         head = Text(printable(column.title))

@@ -85,10 +85,6 @@ class ModelChoice:
         name = f"{self.name}/{self.subfolder}" if self.subfolder else self.name
         return f"{name}@{self.revision}" if self.revision else name
 
-    def loaded_by(self, loading: Loading) -> Loading:
-        """Return a copy of the loading settings with this model's subfolder, and its revision if it is not empty."""
-        return replace(loading, revision=self.revision or loading.revision, subfolder=self.subfolder or None)
-
 
 def model_choice(given: str, cell: MeasuredCell) -> ModelChoice:
     """Parse a model given as NAME or NAME@REVISION; the name of an existing file or directory may contain an @.
@@ -410,7 +406,8 @@ def _item(
 ) -> Item:
     request = one.request(replicate if len(one.models) == 1 else 0)  # models as replicates read the same draw
     folder, chosen = one.folder(replicate), one.model(replicate)
-    item = Item(folder, chosen.name, chosen.loaded_by(loading), one.text, source, request)
+    loaded = replace(loading, revision=chosen.revision or loading.revision, subfolder=chosen.subfolder or None)
+    item = Item(folder, chosen.name, loaded, one.text, source, request)
     if one.task is None:
         return item
     task, items = tasks[one.task.name], one.task.items

@@ -15,7 +15,6 @@ from sinklab.experiments.definition import SCALE_NOTES, Experiment, MeasuredCell
 from sinklab.experiments.documents import (
     CellSummary,
     ExperimentSummary,
-    JudgedClaim,
     Summary,
     estimated,
     median_of_known,
@@ -82,7 +81,15 @@ def summarise(experiments: Sequence[ToJudge], results: Mapping[str, CellSummary]
     entries = {experiment.id: entry for experiment, entry, _ in experiments}
     scales = {entry.scale for entry in entries.values()}
     alone = experiments[0][0] if len(experiments) == 1 else None
-    claims = _with_references([claim for one in experiments for claim in judge(one, results, altered)])
+    claims = [claim for one in experiments for claim in judge(one, results, altered)]
+    counted = {f"{claim.experiment}.{claim.id}": claim for claim in claims if not claim.same_as}
+    copied = {
+        "verdict", "evidence", "seeds", "at_eps", "by_importance", "analysis", "stated", "finds", "elsewhere",
+        "replicate", "rule",
+    }  # fmt: skip
+    for at, claim in enumerate(claims):  # a reference has the verdict and evidence of the claim to which it refers
+        if other := counted.get(claim.same_as):
+            claims[at] = claim.model_copy(update={name: getattr(other, name) for name in copied})
     columns = list(dict.fromkeys(name for entry in entries.values() for name in entry.columns))
     cells = dict.fromkeys(cell for entry in entries.values() for cell in entry.cells)
     return Summary(
@@ -94,21 +101,6 @@ def summarise(experiments: Sequence[ToJudge], results: Mapping[str, CellSummary]
         claims=claims,
         counts=verdict_counts(claims),
     )
-
-
-def _with_references(claims: Sequence[JudgedClaim]) -> list[JudgedClaim]:
-    """Return the claims; references (`same_as`) to one of them get the verdict and evidence of this claim."""
-    known = {f"{claim.experiment}.{claim.id}": claim for claim in claims if not claim.same_as}
-    copied = {
-        "verdict", "evidence", "seeds", "at_eps", "by_importance", "analysis", "stated", "finds", "elsewhere",
-        "replicate", "rule",
-    }  # fmt: skip
-    return [
-        claim.model_copy(update={name: getattr(other, name) for name in copied})
-        if (other := known.get(claim.same_as)) is not None
-        else claim
-        for claim in claims
-    ]
 
 
 def _cell_summary(cell: CellSummary, names: Sequence[str]) -> CellSummary:

@@ -78,7 +78,12 @@ def pack_sweep(found: ReportData, out: Path) -> Path:
         raise InputError(f"{top} has no finished or failed run to pack; measurements of existing models are not packed")
     _check_keeps_runs(out, packed)
     write_text(out / CHECKSUMS, "")  # after an interruption, the next call recognises its own copy
-    _remove_earlier_copy(out)
+    for path in out.glob(f"*/{RUNS}"):  # the earlier copy is removed; folders with other files are kept
+        if {file.name for file in path.parent.iterdir()} <= set(PACKED_FILES):
+            shutil.rmtree(path.parent)
+    for name, pattern in ((MANIFESTS, "*.json"), (CHARTS, "*.svg")):
+        for path in (out / name).glob(pattern):
+            path.unlink()
     for name, runs in packed.items():
         write_packed(out / name, runs)
     _pack_documents(sweep, out)
@@ -124,16 +129,6 @@ def _check_keeps_runs(out: Path, packed: Mapping[str, Sequence[PackedRun]]) -> N
             f"{out} has {counted(len(before), 'packed run')}, of which the sweep lacks {len(lost)}: choose another "
             f"--pack folder, or add its runs to the sweep first (`sinklab reproduce .. --packed {out}`)"
         )
-
-
-def _remove_earlier_copy(out: Path) -> None:
-    """Remove packed runs, manifests and charts of an earlier copy in `out`; folders with other files are kept."""
-    for path in out.glob(f"*/{RUNS}"):
-        if {file.name for file in path.parent.iterdir()} <= set(PACKED_FILES):
-            shutil.rmtree(path.parent)
-    for name, pattern in ((MANIFESTS, "*.json"), (CHARTS, "*.svg")):
-        for path in (out / name).glob(pattern):
-            path.unlink()
 
 
 def _packed_runs(sweep: Sweep) -> dict[str, list[PackedRun]]:

@@ -236,7 +236,13 @@ class FiniteCheck:
         now = (sums[1] > 0).float()
         self._broken = now if self._broken is None else torch.maximum(self._broken, now)
         self._optimizer.found_inf = self._broken  # type: ignore[attr-defined]  # like GradScaler
-        self._waiting.append((step, *_begin_copy(numbers)))
+        host, copied = numbers, None
+        if numbers.is_cuda:  # copied asynchronously, until the event
+            host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            host.copy_(numbers, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(numbers.device))
+        self._waiting.append((step, host, copied))
 
     def read(self, left: int = 0) -> Iterator[tuple[float, float]]:
         """Yield loss and gradient norm of the updates that were not yet read, except the last `left` updates.
@@ -256,20 +262,6 @@ def _finite(step: int, numbers: Tensor) -> tuple[float, float]:
     if broken_processes:
         raise NotFiniteError(step, loss, grad_norm)
     return loss, grad_norm
-
-
-def _begin_copy(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Start an asynchronous copy to the CPU; return it and the CUDA event that marks its completion.
-
-    A tensor on the CPU is returned unchanged, with None.
-    """
-    if not numbers.is_cuda:
-        return numbers, None
-    host = torch.empty_like(numbers, device="cpu", pin_memory=True)
-    host.copy_(numbers, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(numbers.device))
-    return host, copied
 
 
 @dataclass(frozen=True)

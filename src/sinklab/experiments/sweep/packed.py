@@ -177,9 +177,17 @@ def unpack(top: Path, into: Path) -> list[Path]:
                 raise InputError(f"{folder / RUNS}: the run {found.pop()} is packed twice: restore the file")
             packed |= {run.directory, run.environment["hash"]}
             directory = into / run.directory
-            if not (directory / ENVIRONMENT).exists():  # written last
-                _write_run(directory, run)
-                made.append(directory)
+            if (directory / ENVIRONMENT).exists():
+                continue
+            if run.tuning is not None and not (tuned_beside(directory) / SFT).exists():
+                write_json(tuned_beside(directory) / SFT, run.tuning)
+            write_text(directory / RECIPE, run.recipe)
+            write_text(directory / METRICS, run.metrics)
+            # env.json is written last, because it marks the directory as a run directory
+            for name, document in ((ASSESSMENT, run.assessment), (RECORD, run.record), (ENVIRONMENT, run.environment)):
+                if document is not None:
+                    write_json(directory / name, document)
+            made.append(directory)
     return made
 
 
@@ -206,20 +214,6 @@ def import_packed(top: Path, out: Path) -> None:
     for path in sorted((top / MANIFESTS).glob("*.json")):
         if not (out / MANIFESTS / path.name).exists():
             write_text(out / MANIFESTS / path.name, path.read_text(encoding="utf-8"))
-
-
-def _write_run(directory: Path, run: PackedRun) -> None:
-    """Write the files of a run; env.json is written last, because it marks the directory as a run directory.
-
-    An sft.json that exists is kept.
-    """
-    if run.tuning is not None and not (tuned_beside(directory) / SFT).exists():
-        write_json(tuned_beside(directory) / SFT, run.tuning)
-    write_text(directory / RECIPE, run.recipe)
-    write_text(directory / METRICS, run.metrics)
-    for name, document in ((ASSESSMENT, run.assessment), (RECORD, run.record), (ENVIRONMENT, run.environment)):
-        if document is not None:
-            write_json(directory / name, document)
 
 
 def write_checksums(top: Path) -> None:

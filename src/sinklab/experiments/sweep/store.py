@@ -346,7 +346,11 @@ def results_of(manifests: Mapping[str, SweepManifest], out: Path) -> dict[str, C
         SinklabError: if an env.json is damaged.
     """
     runs = found_runs(out)
-    wanted = tuple(dict.fromkeys([*STORED, *(name for one in manifests.values() for name in _quantities(one))]))
+    wanted = dict.fromkeys(STORED)
+    for experiment in (one.experiment for one in manifests.values()):
+        named = (name for claim in experiment.claims if claim.check for name in claim.check.quantities)
+        # The highest rate of other positions follows from the rates of a cell.
+        wanted |= dict.fromkeys([*experiment.columns, *(name for name in named if not name.startswith(OTHERS))])
     hashes: dict[str, dict[int, str]] = {}
     changes: dict[str, Mapping[str, object]] = {}
     for one in manifests.values():
@@ -373,13 +377,7 @@ def summary_of(manifests: Mapping[str, SweepManifest], out: Path) -> Summary:
     return summarise(experiments, results_of(manifests, out), altered)
 
 
-def _quantities(one: SweepManifest) -> Iterator[str]:
-    yield from one.experiment.columns
-    named = (name for claim in one.experiment.claims if claim.check for name in claim.check.quantities)
-    yield from (name for name in named if not name.startswith(OTHERS))  # which follows from the rates of a cell
-
-
-def _read(directory: Path | None, out: Path, seed: int, run_hash: str, wanted: Sequence[str]) -> CellRun:
+def _read(directory: Path | None, out: Path, seed: int, run_hash: str, wanted: Iterable[str]) -> CellRun:
     where = directory.relative_to(out).as_posix() if directory else ""
     run = CellRun(seed=seed, hash=run_hash, directory=where, status="unfinished")
     if directory is None or (record := record_of(directory, run_hash)) is None:
