@@ -13,8 +13,8 @@ from sinklab.errors import InputError
 from sinklab.experiments.definition import Experiment
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.shipped import experiment_ids, load_experiment
+from sinklab.experiments.sweep.packed import check_dates
 from sinklab.experiments.sweep.store import ManifestCell, SweepManifest, merged_manifests, plan_sweep
-from sinklab.experiments.sweep.verifying import check_dates
 
 LESS: dict[str, Any] = {"is": "less", "value": "sink_1", "cell": "sigmoid", "than": "softmax"}
 CLAIM: dict[str, Any] = {

@@ -18,7 +18,7 @@ from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
-from sinklab.report import theme
+from sinklab.report import html as theme
 from sinklab.report.charts import Figure, scale_over
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun

@@ -23,7 +23,7 @@ from sinklab.data.prepare import prepared
 from sinklab.data.sources.corpora import documents
 from sinklab.data.sources.textfiles import read_conversations
 from sinklab.errors import InputError, SinklabError
-from sinklab.evaluating.tasks import chosen_task
+from sinklab.evaluating.evaluate_model import chosen_task
 from sinklab.experiments.definition import Experiment, Scale
 from sinklab.experiments.documents import SUMMARY, Summary, record_of
 from sinklab.experiments.measured import (

@@ -15,6 +15,7 @@ from rich.text import Text
 from sinklab.commands.terminal import (
     TONES,
     duration,
+    numbers_of,
     print_notes,
     print_table,
     print_text,
@@ -44,7 +45,7 @@ from sinklab.report.sweeps import (
 )
 from sinklab.schema import leaves
 from sinklab.survey.suites import compared_rows
-from sinklab.tables import Table, TableCell, TableColumn, names, number_text, numbers, plural, table_of
+from sinklab.tables import Table, TableCell, TableColumn, names, numbers, plural, table_of
 from sinklab.train.run import read_history
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from sinklab.data.texts import Estimate
     from sinklab.evaluating.evaluation import DownstreamScores, TaskMetric
     from sinklab.experiments.measured import ModelChoice, Pass
-    from sinklab.experiments.sweep.verifying import Verified
+    from sinklab.experiments.sweep.packed import Verified
     from sinklab.interventions import Intervention, Overlay
     from sinklab.measuring.measurement import Measurement
     from sinklab.survey.suites import Survey
@@ -202,21 +203,13 @@ def print_end(directory: Path, recipe: "Recipe", console: Console) -> None:
     """Print the last evaluation of a finished run, if any, the run directory, and suggested commands."""
     if history := read_history(directory / "metrics.jsonl"):
         last = history[-1]
-        found = {
-            "tokens": (last.tokens, ",", ""),
-            "validation loss": (last.valid_loss, ".3f", " nats / token"),
-            "Sink_1": (next(iter(last.sink_rate), None), ".1f", " % of heads"),
-            "highest elsewhere": (later_sink_text(last.sink_rate) or None, "", ""),
-            "on the bias": (last.sink_rate_bias, ".1f", " % of heads"),
-            "norm ratio": (last.largest_norm_ratio, ".1f", ", maximum over blocks"),
-        }
-        rows = [
-            (name, value if isinstance(value, str) else number_text(value, form) + unit)
-            for name, (value, form, unit) in found.items()
-            if value is not None
-        ]
+        shown = numbers_of(last.model_dump())
+        if last.tokens is not None:
+            shown = {"tokens": f"{last.tokens:,}", **shown}
+        if last.largest_norm_ratio is not None:
+            shown["norm ratio"] = f"{last.largest_norm_ratio:.1f}, maximum over blocks"
         title = f"{recipe.name}, step {last.step:,} of {recipe.train.steps:,}"
-        print_table(Table(title, names("", ""), rows), console)
+        print_table(Table(title, names("", ""), [*shown.items()]), console)
     where = shlex.quote(str(directory))
     print_text(f"in {directory}:", console)
     doing = {f"sinklab measure {where} --text FILE": "another text", f"sinklab report {where}": "charts"}

@@ -342,16 +342,20 @@ class RunDisplay(ProgressDisplay):
         self.reach(said)
 
 
-def describe(row: dict[str, Any]) -> str:
+def numbers_of(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the loss and the sink rates of an evaluation (a line of metrics.jsonl) as text, by name, where known."""
+    rates, visible, bias = row["sink_rate"], row.get("sink_rate_visible"), row["sink_rate_bias"]
+    return {
+        **({} if row["valid_loss"] is None else {"loss": f"{row['valid_loss']:.3f}"}),
+        **({"Sink_1": f"{rates[0]:.1f} %" + in_brackets(later_sink_text(rates))} if rates else {}),
+        **({"over visible queries": f"{visible[0]:.1f} %"} if visible else {}),
+        **({} if bias is None else {"bias": f"{bias:.1f} %"}),
+    }
+
+
+def describe(row: Mapping[str, Any]) -> str:
     """Format validation loss, sink rates and speed of one evaluation (a line of metrics.jsonl) for display."""
-    parts = [
-        f"loss {row['valid_loss']:.3f}",
-        f"Sink_1 {row['sink_rate'][0]:.1f} %" + in_brackets(later_sink_text(row["sink_rate"])),
-    ]
-    if row.get("sink_rate_visible"):
-        parts.append(f"over visible queries {row['sink_rate_visible'][0]:.1f} %")
-    if row["sink_rate_bias"] is not None:
-        parts.append(f"bias {row['sink_rate_bias']:.1f} %")
+    parts = [f"{name} {text}" for name, text in numbers_of(row).items()]
     if row["tokens_per_second"]:
         parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
     if row.get("mfu"):

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sinklab.errors import InputError
-from sinklab.evaluating.evaluate_model import measure_and_evaluate
-from sinklab.evaluating.tasks import ChosenTask, chosen_task
+from sinklab.evaluating.evaluate_model import ChosenTask, chosen_task, measure_and_evaluate
 from sinklab.experiments.claims import Claim, OverCells, Undecidable, Within
 from sinklab.experiments.definition import CellTask, Experiment, MeasuredCell
 from sinklab.experiments.documents import SUMMARY, CellRun, CellSummary, ExperimentSummary, Summary

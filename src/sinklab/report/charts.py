@@ -15,7 +15,7 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from sinklab.report import theme
+from sinklab.report import html as theme
 from sinklab.tables import PlotAxis, Table
 
 ChartRows = Sequence[Mapping[str, Any]]

@@ -25,7 +25,8 @@ from sinklab.measuring.statistics import plot_specs
 from sinklab.measuring.statistics.details import STATISTICS, Details
 from sinklab.measuring.statistics.plot_specs import BucketLines, Heatmap, PlotSpec
 from sinklab.measuring.statistics.secondary import ALIGNED, ENOUGH, FIRST_FEW, STANDS_OUT
-from sinklab.report import charts, html, theme
+from sinklab.report import charts, html
+from sinklab.report import html as theme
 from sinklab.report.charts import ChartRows, ColourScale, Drawing, Figure
 from sinklab.report.data import ReportData, ReportedRun, averaged, by_layer
 from sinklab.report.result_tables import layers_table, mixing_table, secondary_table

@@ -21,12 +21,12 @@ from sinklab.experiments.sweep.packed import (
     PACKED_FILES,
     RUNS,
     PackedRun,
+    Verified,
     read_packed,
     write_checksums,
     write_packed,
 )
 from sinklab.experiments.sweep.store import MANIFESTS
-from sinklab.experiments.sweep.verifying import Verified
 from sinklab.files import RECIPE, REPORT, check_results, read_mapping, write_text
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData

@@ -44,7 +44,8 @@ from sinklab.files import (
     written_aside,
 )
 from sinklab.measuring.answer import answer
-from sinklab.report import charts, theme
+from sinklab.report import charts
+from sinklab.report import html as theme
 from sinklab.report.charts import Figure
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun, model_label
