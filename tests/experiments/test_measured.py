@@ -138,7 +138,7 @@ def test_a_repeated_token_has_no_sink_in_a_real_model_with_rotary_positions(data
     evidence = next(claim.evidence for claim in summary.claims if claim.id == "no_sink_on_repeated_tokens")
     assert evidence.endswith("5 draws of 12 sequences.")
     assert "seed" not in evidence
-    assert {claim.verdict_said for claim in summary.claims} >= {"reproduced for this model", "not run"}
+    assert {claim.shown_verdict for claim in summary.claims} >= {"reproduced for this model", "not run"}
     assert summary.cells["natural"].seeds == 5
     assert list(summary.cells) == ["natural", "random", "repeat"]
     assert summary.experiments["table_1"].published == {}

@@ -74,7 +74,7 @@ def measured(
 def test_training_seeds_are_the_replicates_of_a_verdict(series: Path, tmp_path: Path) -> None:
     found = measured(of_series(series), series, tmp_path / "out").summary()
     (claim,) = found.claims
-    assert (claim.verdict, claim.verdict_said, claim.replicate, claim.seeds) == ("reproduced",) * 2 + ("model", SEEDS)
+    assert (claim.verdict, claim.shown_verdict, claim.replicate, claim.seeds) == ("reproduced",) * 2 + ("model", SEEDS)
     assert "5 models on 6 sequences" in claim.evidence
     assert [run.directory for run in found.cells["end"].runs] == [f"end/seed{seed}_step12" for seed in range(SEEDS)]
 
@@ -117,7 +117,7 @@ def test_a_single_model_per_cell_is_measured_on_draws(series: Path, tmp_path: Pa
     learned = {"is": "less", "value": "valid_loss", "cell": "step12", "than": "step1"}
     said = {"id": "mine", "title": "Mine", "cells": cells, "claims": [{"id": "a", "text": "..", "check": learned}]}
     (claim,) = measured(Experiment.model_validate(said), series, tmp_path / "out", n=5).summary().claims
-    assert (claim.replicate, claim.verdict_said) == ("draw", "reproduced for these models")
+    assert (claim.replicate, claim.shown_verdict) == ("draw", "reproduced for these models")
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -25,7 +25,7 @@ def first(seeds: int) -> dict[str, CellSummary]:
 
 def test_fewer_than_five_seeds_give_numbers_and_no_verdict() -> None:
     within, less = judged(HAS_ONE, LESS, results=first(3))
-    assert (within.verdict, within.seeds, within.verdict_said) == ("no verdict", 3, "no verdict")
+    assert (within.verdict, within.seeds, within.shown_verdict) == ("no verdict", 3, "no verdict")
     assert within.evidence == "Sink_1 by seed: softmax 36.0, 30.0, 41.5 %. The value is at least 10 % at 3 of 3 seeds."
     assert less.verdict == "no verdict"
     assert "In 0 of 9 pairs of seeds, k_biases is not below softmax." in less.evidence
@@ -40,7 +40,7 @@ def test_of_two_cells_the_one_with_fewer_seeds_counts() -> None:
 
 def test_one_seed_is_said_to_give_no_verdict() -> None:
     found = verdict(HAS_ONE, first(1))
-    assert (found.verdict, found.verdict_said) == ("no verdict", "one seed: no verdict")
+    assert (found.verdict, found.shown_verdict) == ("no verdict", "one seed: no verdict")
     assert found.evidence == "Sink_1 by seed: softmax 36.0 %. The value is at least 10 % at 1 of 1 seed."
 
 
@@ -123,7 +123,7 @@ def test_a_reference_has_the_verdict_of_the_claim_that_it_refers_to() -> None:
     both = summarise([at_scale(table, "tiny", range(5)), at_scale(lab, "tiny", range(1))], first(5))
     assert [(one.verdict, one.seeds, one.analysis) for one in both.claims] == [("reproduced", 5, "confirmatory")] * 2
     alone = summarise([at_scale(lab, "tiny", range(1))], first(5)).claims[0]
-    assert (alone.verdict_said, alone.seeds) == ("one seed: no verdict", 1)
+    assert (alone.shown_verdict, alone.seeds) == ("one seed: no verdict", 1)
 
 
 PEAK = {"is": "greater", "cell": "softmax", "value": "sink_1", "than_value": "highest_rate_except_1"}

@@ -297,8 +297,8 @@ def print_experiments(found: Sequence[ListedExperiment], console: Console) -> No
         console.print(question, soft_wrap=True)
     console.print()
     _print_estimates([costs for _, costs in found], console)
-    said = "Experiments without times measure existing models. Details of an experiment: sinklab experiments ID"
-    console.print(said, highlight=False)
+    note = "Experiments without times measure existing models. Details of an experiment: sinklab experiments ID"
+    console.print(note, highlight=False)
 
 
 def print_experiment(one: ListedExperiment, plan: str, console: Console) -> None:

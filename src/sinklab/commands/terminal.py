@@ -139,8 +139,8 @@ def _drawn(table: Table, columns: Sequence[int], title: str, width: int, wanted:
         shown = []
         for at in columns:
             text, cell = row[at]
-            said = "\n".join(printable_lines(f"{text} {cell.note}".strip()))
-            shown.append(Text(broken(said, widths[at]) if at in widths else said, TONES.get(cell.tone, "")))
+            shown_text = "\n".join(printable_lines(f"{text} {cell.note}".strip()))
+            shown.append(Text(broken(shown_text, widths[at]) if at in widths else shown_text, TONES.get(cell.tone, "")))
         drawn.add_row(*shown)
     return drawn
 
@@ -336,10 +336,10 @@ class RunDisplay(ProgressDisplay):
         self.progress.update(self.whole, completed=sum(self.steps.values()), total=total, latest=shown)
         reached = f"{event.run}: step {event.step}/{self.lengths[event.run]}"
         whole = left if len(self.lengths) == 1 or not left else f"{left} for all"
-        said = "  ".join(filter(None, (reached, latest, ended, whole)))
+        line = "  ".join(filter(None, (reached, latest, ended, whole)))
         if latest and not self.console.is_terminal:
-            self.say(said)
-        self.reach(said)
+            self.say(line)
+        self.reach(line)
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, str]:

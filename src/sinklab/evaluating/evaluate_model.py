@@ -249,8 +249,8 @@ def _item(row: Any, where: str) -> ChoiceItem:
             )
         return item
     except (KeyError, ValueError, AttributeError, TypeError) as error:
-        said = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).splitlines()[:3])
-        raise InputError(f"{where}: {said}; a line needs {KEYS}") from error
+        reason = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).splitlines()[:3])
+        raise InputError(f"{where}: {reason}; a line needs {KEYS}") from error
 
 
 def _converted(row: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -293,7 +293,7 @@ class JudgedClaim(ReadDocument):
     elsewhere: str = ""
 
     @property
-    def verdict_said(self) -> str:
+    def shown_verdict(self) -> str:
         """Verdict as displayed, such as `reproduced`, `one seed: no verdict` or `reproduced for this model`."""
         if self.verdict == "no verdict" and self.seeds == 1:
             return f"one {self.replicate}: no verdict"
@@ -332,7 +332,7 @@ class JudgedClaim(ReadDocument):
         return " ".join(filter(None, (self.evidence, *self.remarks)))
 
     @property
-    def said(self) -> str:
+    def statement(self) -> str:
         """Text of the claim; its id if it has no text."""
         return self.text or self.id
 

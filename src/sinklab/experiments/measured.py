@@ -268,8 +268,8 @@ def download_of(models: Sequence[ModelChoice]) -> str:
     remote = [model for model in models if not Path(model.name).exists()]
     if not remote:
         return f"{plural(len(models), 'model')}, all on this machine"
-    said = [PARAMETERS.search(str(model).rpartition("/")[2]) for model in remote]
-    known = [float(found[1]) * (1e9 if found[2] in "bB" else 1e6) for found in said if found]
+    matches = [PARAMETERS.search(str(model).rpartition("/")[2]) for model in remote]
+    known = [float(found[1]) * (1e9 if found[2] in "bB" else 1e6) for found in matches if found]
     size = f", about {2 * sum(known) / 1e9:,.1f} GB at 16 bits" if known else ""
     unknown = f" and {plural(len(remote) - len(known), 'model')} of unknown size" if len(known) < len(remote) else ""
     return f"{plural(len(remote), 'model')} to download unless cached{size}{unknown if known else ''}"

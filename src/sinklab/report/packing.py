@@ -247,7 +247,7 @@ def readme(summary: Summary, provenance: Sequence[tuple[str, str]], folder: str)
 
 def _claims(claims: Sequence[JudgedClaim]) -> Table:
     rows = [
-        (claim.said, f"{claim.verdict_said} at {claim.scale}\n{claim.analysis}", claim.full_evidence)
+        (claim.statement, f"{claim.shown_verdict} at {claim.scale}\n{claim.analysis}", claim.full_evidence)
         for claim in claims
         if claim.verdict != "not asked"
     ]
@@ -264,7 +264,7 @@ def _glance(summary: Summary) -> Table | None:
             kind = "" if claim.analysis == "confirmatory" else f", {claim.analysis}"
             ours.append("; ".join(f"{cell} {text}" for cell, text in part.ours) or claim.evidence)
             beside = f"; by mean importance: {other}" if (other := claim.changed_by_importance) else ""
-            verdicts.append(f"{claim.verdict_said} at {claim.scale} ({claim.experiment}.{claim.id}{kind}{beside})")
+            verdicts.append(f"{claim.shown_verdict} at {claim.scale} ({claim.experiment}.{claim.id}{kind}{beside})")
         statement = line.statement
         rows.append(
             (str(line.number), statement.says, statement.paper, "\n".join(ours), "\n".join(verdicts), statement.caveat)

@@ -174,13 +174,13 @@ def lead(data: ReportData) -> list[str]:
     If the only run of the report is a measured model, the answer of its measurement comes first, and only the first
     sentence of the headline is used.
     """
-    said = [
+    answers = [
         (f"{model_label(one.model)}: " if len(data.assessed) > 1 else "") + " ".join(one.answer())
         for one in data.assessed
     ]
     alone = len(data.measured) == len(data.runs) == 1 and not data.runs[0].trained
     measured = answer(data.measured[0][1]) if alone else []
-    return [*measured, *said, *(headline(data)[:1] if alone else headline(data))]
+    return [*measured, *answers, *(headline(data)[:1] if alone else headline(data))]
 
 
 def _boards(sweeps: Sequence[Sweep]) -> list[tuple[Table, Figure | None]]:

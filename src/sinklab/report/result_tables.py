@@ -583,9 +583,9 @@ def _main_result(sinks: dict[str, dict[str, Any]], biases: dict[str, dict[str, A
     top = max(biases.items(), key=lambda one: one[1]["value"], default=None)
     if len(sinks) == 1:
         return f"The first token is a sink in {text(rate)} % of the heads."
-    said = f"The sink on the first token is strongest in “{strongest}” ({text(rate)} % of heads)"
+    sentence = f"The sink on the first token is strongest in “{strongest}” ({text(rate)} % of heads)"
     if rate["value"] < SHOWN:
-        said = "No model has a sink on the first token"
+        sentence = "No model has a sink on the first token"
     if top and top[1]["value"] >= SHOWN:
-        said += f"; the strongest sink on a bias is in “{top[0]}” ({text(top[1])} % of heads)"
-    return said + "."
+        sentence += f"; the strongest sink on a bias is in “{top[0]}” ({text(top[1])} % of heads)"
+    return sentence + "."

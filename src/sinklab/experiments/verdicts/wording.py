@@ -115,10 +115,10 @@ def unmeasured(error: UnmeasuredError, noun: ReplicateKind) -> str:
     return f"{quantity(error.name).label}{when} was not measured in {' and '.join(error.cells)}."
 
 
-def evidence(check: claims.SingleCheck, found: Finding, noun: ReplicateKind) -> str:
-    """Return the sentences on what was found for a check."""
-    values = found.values
-    count = counted(found.held[0], noun) if found.held else ""
+def evidence(check: claims.SingleCheck, finding: Finding, noun: ReplicateKind) -> str:
+    """Return the sentences on the outcome of a check."""
+    values = finding.values
+    count = counted(finding.held[0], noun) if finding.held else ""
     match check:
         case claims.Within(before=int()):
             of = quantity(check.value)
@@ -134,33 +134,33 @@ def evidence(check: claims.SingleCheck, found: Finding, noun: ReplicateKind) -> 
             limits = bounds(check, quantity(check.value))
             return f"{values_text(values, check.value, noun)} The value is {limits} at {count}."
         case claims.SinkAbsent():
-            return f"{values_text(values, check.value, noun)} {_below(check, found, noun)}"
+            return f"{values_text(values, check.value, noun)} {_below(check, finding, noun)}"
         case claims.Differs(than_value=str()):
-            return _differs_within_runs(check, found, noun)
+            return _differs_within_runs(check, finding, noun)
         case claims.Differs():
-            return _differs(check, found, noun)
+            return _differs(check, finding, noun)
         case claims.Equal():
-            return _equal(check, found, noun)
+            return _equal(check, finding, noun)
         case claims.Monotone():
             sign = "positive" if check.kind == "rising" else "negative"
             text = f"The slope over the cells in this order is {sign} at {count}."
             text = f"{values_text(values, check.value, noun)} {text}"
-            if not found.opposite:
+            if not finding.opposite:
                 return text
-            steps = " and ".join(f"{one} to {other}" for one, other in found.opposite)
+            steps = " and ".join(f"{one} to {other}" for one, other in finding.opposite)
             return f"{text} From {steps}, the values change in the opposite direction without overlap of the {noun}s."
         case claims.Diverges():
             ended = "diverged" if check.kind == "diverges" else "did not diverge"
             return f"Training of {check.cell} {ended} at {count}."
 
 
-def _below(check: claims.SinkAbsent | claims.Differs, found: Finding, noun: ReplicateKind) -> str:
-    each = " at each of the last three evaluations" if found.repeated else ""
-    return f"The rate of {check.cell} is below {NO_SINK:g} %{each} at {counted(found.held[-1], noun)}."
+def _below(check: claims.SinkAbsent | claims.Differs, finding: Finding, noun: ReplicateKind) -> str:
+    each = " at each of the last three evaluations" if finding.repeated else ""
+    return f"The rate of {check.cell} is below {NO_SINK:g} %{each} at {counted(finding.held[-1], noun)}."
 
 
-def _differs(check: claims.Differs, found: Finding, noun: ReplicateKind) -> str:
-    of, cell, than = quantity(check.value), found.values[check.cell], found.values[check.than]
+def _differs(check: claims.Differs, finding: Finding, noun: ReplicateKind) -> str:
+    of, cell, than = quantity(check.value), finding.values[check.cell], finding.values[check.than]
     greater = check.kind == "greater"
     a, b = list(cell.values()), list(than.values())
     high, low = (a, b) if greater else (b, a)
@@ -170,7 +170,7 @@ def _differs(check: claims.Differs, found: Finding, noun: ReplicateKind) -> str:
         return f"In {pairs_against(high, below)} of {len(a) * len(b)} pairs of {noun}s, {opposed}."
 
     sentences = [
-        values_text(found.values, check.value, noun),
+        values_text(finding.values, check.value, noun),
         opposing(low),
         difference([cell[seed] - than[seed] for seed in cell if seed in than], of, noun),
     ]
@@ -178,23 +178,23 @@ def _differs(check: claims.Differs, found: Finding, noun: ReplicateKind) -> str:
         size = f"{check.by:g}{step_unit(of)}" if check.by else f"a factor of {check.times:g}"
         sentences.append(opposing(moved(check, low), f" by more than {size}"))
     if check.at_least is not None or check.at_most is not None:
-        count = counted(found.held[0], noun)
+        count = counted(finding.held[0], noun)
         sentences.append(f"The value of {check.cell} is {bounds(check, of)} at {count}.")
     if check.absent:
-        sentences.append(_below(check, found, noun))
+        sentences.append(_below(check, finding, noun))
     return " ".join(sentences)
 
 
-def _differs_within_runs(check: claims.Differs, found: Finding, noun: ReplicateKind) -> str:
+def _differs_within_runs(check: claims.Differs, finding: Finding, noun: ReplicateKind) -> str:
     of, position = quantity(check.value), check.value.removeprefix("sink_")
-    low, high = found.values
-    count, size = (counted(held, noun) for held in found.held)
+    low, high = finding.values
+    count, size = (counted(held, noun) for held in finding.held)
     bounded = "" if check.at_least is None and check.at_most is None else f"{bounds(check, of)} at {size}"
     if check.kind == "greater" and low == f"{OTHERS}{position}":
-        shown = values_text({check.cell: found.values[high]}, high, noun)
+        shown = values_text({check.cell: finding.values[high]}, high, noun)
         highest = f"The rate at position {position} is the highest of positions 1 to T / 2 at {count}"
         return f"{shown} {highest}{f', and {bounded}' if bounded else ''}."
-    both = zip(*(found.values[name].values() for name in (low, high)), strict=True)
+    both = zip(*(finding.values[name].values() for name in (low, high)), strict=True)
     pairs = ", ".join(f"{number(a, quantity(low))} and {number(b, quantity(high))}" for a, b in both)
     return (
         f"Pairs of {low} and {high} of {check.cell} by {noun}: {pairs}{unit(quantity(high))}. {low} is smaller than "
@@ -202,11 +202,11 @@ def _differs_within_runs(check: claims.Differs, found: Finding, noun: ReplicateK
     )
 
 
-def _equal(check: claims.Equal, found: Finding, noun: ReplicateKind) -> str:
-    of, each = quantity(check.value), values_text(found.values, check.value, noun)
-    differences = apart(check, found.values)
+def _equal(check: claims.Equal, finding: Finding, noun: ReplicateKind) -> str:
+    of, each = quantity(check.value), values_text(finding.values, check.value, noun)
+    differences = apart(check, finding.values)
     farthest = max(differences, key=lambda cell: max(abs(d) for d in differences[cell]))
-    margin = f"at most {check.margin:g}{step_unit(of)} in magnitude at {counted(found.held[0], noun)}"
+    margin = f"at most {check.margin:g}{step_unit(of)} in magnitude at {counted(finding.held[0], noun)}"
     if len(differences) == 1:
         return f"{each} {difference(differences[farthest], of, noun)} The difference is {margin}."
     what = f"The cell with the largest difference from {check.reference} is {farthest}; its median difference"
