@@ -25,7 +25,6 @@ from typing import Any
 from sinklab.data.sources.corpora import documents
 from sinklab.data.sources.rows import read_rows
 from sinklab.errors import InputError, SinklabError, UnsavedError, cause, is_out_of_memory, require_extra
-from sinklab.evaluating import evaluate_model as hellaswag
 from sinklab.evaluating.evaluation import (
     EVALUATION,
     DownstreamScores,
@@ -94,17 +93,17 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
     require_extra("eval", ("lm_eval", "accelerate"), "a downstream task")
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  # an extra
 
-    if data is not None and hellaswag.NAME not in names:
+    if data is not None and HELLASWAG not in names:
         raise InputError(
-            f"--data {data} can only supply the items of {hellaswag.NAME}, which is not in --tasks {','.join(names)}: "
+            f"--data {data} can only supply the items of {HELLASWAG}, which is not in --tasks {','.join(names)}: "
             "add it, or remove --data"
         )
-    file = (data or hellaswag.local_file()) if hellaswag.NAME in names else None
+    file = (data or hellaswag_file()) if HELLASWAG in names else None
     found: dict[str, ChosenTask] = {}
     with inside_lm_eval():
         manager = None
         for name in names:
-            if file and name == hellaswag.NAME:
+            if file and name == HELLASWAG:
                 continue
             manager = manager or TaskManager()  # slow, because lm-eval reads thousands of files
             if name not in manager.all_tasks:
@@ -112,11 +111,11 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
                 like = f"; similar names: {', '.join(near)}" if near else ""
                 raise InputError(
                     f"--tasks: lm-eval has no task {name!r}{like}. `lm-eval ls tasks` lists all of them; "
-                    f"{hellaswag.NAME} with --data FILE needs no network"
+                    f"{HELLASWAG} with --data FILE needs no network"
                 )
         for name in dict.fromkeys(names):
-            if file and name == hellaswag.NAME:
-                found[name] = ChosenTask(name, hellaswag.load(file), file.name, sha256_of(file))
+            if file and name == HELLASWAG:
+                found[name] = ChosenTask(name, hellaswag_task(file), file.name, sha256_of(file))
             else:
                 found |= _from_hub(manager, name)
     return list(found.values())
@@ -171,11 +170,11 @@ def _from_hub(manager: Any, name: str) -> dict[str, ChosenTask]:
     except ImportError as error:
         raise InputError(f"--tasks {name} needs a package that is not installed: {cause(error)}") from error
     except Exception as error:  # network, hub and format errors share no base class
-        if name == hellaswag.NAME:
-            file = hellaswag.FILES[-1]
+        if name == HELLASWAG:
+            file = HELLASWAG_FILES[-1]
             remedy = f"; or use a local file: --data {file}, or SINKLAB_DATA with the file in a folder eval/"
         else:
-            remedy = f"; {hellaswag.NAME} can be read from a file instead (--data)"
+            remedy = f"; {HELLASWAG} can be read from a file instead (--data)"
         raise InputError(
             f"the items of --tasks {name} could not be loaded from the Hugging Face hub ({type(error).__name__}: "
             f"{cause(error)}): check the connection; or download them on another machine, copy its HF_HOME here "
@@ -183,11 +182,11 @@ def _from_hub(manager: Any, name: str) -> dict[str, ChosenTask]:
         ) from error
 
 
-NAME = "hellaswag"
-FILES = ("hellaswag_val.jsonl.gz", "hellaswag_val.jsonl")
-METRICS = ("acc", "acc_norm")
+HELLASWAG = "hellaswag"
+HELLASWAG_FILES = ("hellaswag_val.jsonl.gz", "hellaswag_val.jsonl")
+ACCURACIES = ("acc", "acc_norm")
 """Metrics of lm-eval, averaged over items: accuracy of the ending with the highest log-likelihood (per character)."""
-KEYS = '"query" (or "activity_label", "ctx_a" and "ctx_b"), "endings" and "label"'
+ITEM_KEYS = '"query" (or "activity_label", "ctx_a" and "ctx_b"), "endings" and "label"'
 
 
 class ChoiceItem(ReadDocument):
@@ -198,10 +197,10 @@ class ChoiceItem(ReadDocument):
     label: int
 
 
-def local_file() -> Path | None:
+def hellaswag_file() -> Path | None:
     """Return the path of HellaSwag's file in SINKLAB_DATA/eval; None if it is missing or SINKLAB_DATA is not set."""
     data = os.environ.get("SINKLAB_DATA")
-    places = [Path(data).expanduser() / "eval" / name for name in FILES] if data else []
+    places = [Path(data).expanduser() / "eval" / name for name in HELLASWAG_FILES] if data else []
     return next((place for place in places if place.is_file()), None)
 
 
@@ -214,25 +213,27 @@ def read_items(path: Path) -> list[ChoiceItem]:
     """
     items = [_item(row, where) for row, where in read_rows(path)]
     if not items:
-        raise InputError(f"{path} has no items: pass the items of {NAME}, a .jsonl or .jsonl.gz file")
+        raise InputError(f"{path} has no items: pass the items of {HELLASWAG}, a .jsonl or .jsonl.gz file")
     return items
 
 
-def load(path: Path) -> Any:
+def hellaswag_task(path: Path) -> Any:
     """Return lm-eval's task object with the items of the file at `path`."""
     rows = [item.model_dump() for item in read_items(path)]
     from datasets import Dataset  # pyright: ignore[reportMissingImports]  # comes with lm-eval
     from lm_eval.api.task import ConfigurableTask  # pyright: ignore[reportMissingImports]
 
     config = {
-        "task": NAME,
+        "task": HELLASWAG,
         "custom_dataset": lambda **_: {"validation": Dataset.from_list(rows)},
         "validation_split": "validation",
         "output_type": "multiple_choice",
         "doc_to_text": "query",
         "doc_to_choice": "endings",
         "doc_to_target": "label",
-        "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in METRICS],
+        "metric_list": [
+            {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in HELLASWAG_METRICS
+        ],
         "metadata": {"version": 1.0},
     }
     return ConfigurableTask(config=config)
@@ -250,7 +251,7 @@ def _item(row: Any, where: str) -> ChoiceItem:
         return item
     except (KeyError, ValueError, AttributeError, TypeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).splitlines()[:3])
-        raise InputError(f"{where}: {reason}; a line needs {KEYS}") from error
+        raise InputError(f"{where}: {reason}; a line needs {ITEM_KEYS}") from error
 
 
 def _converted(row: Mapping[str, Any]) -> Mapping[str, Any]:

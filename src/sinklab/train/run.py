@@ -379,16 +379,13 @@ def recipe_and_data(directory: Path) -> tuple[Recipe, TokenDataset]:
     recipe, env = load_recipe(str(directory / RECIPE)), read_environment(directory)
     dataset = prepared(recipe.data)
     if recipe.content_hash(dataset.fingerprint) != env.get("hash"):
+        known = [f"{name} {env[key]}" for key, name in (("sinklab", "sinklab"), ("python", "Python")) if env.get(key)]
+        versions = f" with {' and '.join(known)}" if known else ""
         raise InputError(
             f"the text ({recipe.data.source}) or the recipe of the run has changed since it was trained"
-            f"{_versions(env)}: restore them, or use those versions"
+            f"{versions}: restore them, or use those versions"
         )
     return recipe, dataset
-
-
-def _versions(env: Mapping[str, Any]) -> str:
-    known = [f"{name} {env[key]}" for key, name in (("sinklab", "sinklab"), ("python", "Python")) if env.get(key)]
-    return f" with {' and '.join(known)}" if known else ""
 
 
 MEASURED = ("measurement.json", "measurement.npz", "record.json")
