@@ -232,7 +232,7 @@ def hellaswag_task(path: Path) -> Any:
         "doc_to_choice": "endings",
         "doc_to_target": "label",
         "metric_list": [
-            {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in HELLASWAG_METRICS
+            {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ACCURACIES
         ],
         "metadata": {"version": 1.0},
     }
