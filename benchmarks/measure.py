@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from benchmarks.memory import peak_mb
 from benchmarks.timing import RESULTS, environment, in_turn, median_interval, over_rounds, ratios
 from sinklab.files import write_json
-from sinklab.measuring.api import measure
+from sinklab.survey.api import measure
 
 SEQUENCES = {64: 16, 512: 4, 1024: 4, 2048: 2}  # sequences per batch, by length; one for other lengths
 RELEASED = (1024, 2048)

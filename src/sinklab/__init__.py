@@ -22,19 +22,19 @@ from typing import TYPE_CHECKING, Any
 from sinklab import display
 
 if TYPE_CHECKING:
-    from sinklab.measuring.api import SinkCallback, measure
     from sinklab.measuring.huggingface.probe import probe
     from sinklab.measuring.measurement import Measurement
     from sinklab.measuring.watch_attention import record_attention, watch_attention
+    from sinklab.survey.api import SinkCallback, measure
 
 __version__ = "0.2.0"
 __all__ = ["Measurement", "SinkCallback", "measure", "probe", "record_attention", "register", "watch_attention"]
 
 
 _MODULES = {
-    "measure": "sinklab.measuring.api",
+    "measure": "sinklab.survey.api",
     "probe": "sinklab.measuring.huggingface.probe",
-    "SinkCallback": "sinklab.measuring.api",
+    "SinkCallback": "sinklab.survey.api",
     "Measurement": "sinklab.measuring.measurement",
     "watch_attention": "sinklab.measuring.watch_attention",
     "record_attention": "sinklab.measuring.watch_attention",

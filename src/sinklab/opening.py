@@ -24,13 +24,16 @@ from sinklab.models.huggingface.loading import (
     AS_IT_IS,
     TOKENIZER_FILES,
     Loading,
+    Pretrained,
     check_name,
     check_revision,
+    load_model_tokenizer,
     load_pretrained,
     name_in_results,
     pick_dtype,
 )
 from sinklab.models.huggingface.rendering import Conversations
+from sinklab.models.native import own_transformer
 
 WEIGHTS = ("*.safetensors", "*.gguf", "config.json", "adapter_config.json", "recipe.yaml", "*.py")
 TOKENIZER = (*TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json")
@@ -169,14 +172,15 @@ def open_model(
     check_name(name)
     check_revision(name, loading.revision)
     if not is_run(name):
-        return _pretrained(name_in_results(name, loading.subfolder), name, loading)
+        return _of_pretrained(name_in_results(name, loading.subfolder), load_pretrained(name, loading), loading)
     if not as_transformers:
         return _run(name, loading, step)
     from sinklab.export.directory import export_run
 
     with tempfile.TemporaryDirectory() as folder:
         exported = export_run(Path(name), Path(folder) / "model")
-        return replace(_pretrained(name, str(exported.directory), loading), step=exported.step)
+        loaded = load_pretrained(str(exported.directory), loading)
+        return replace(_of_pretrained(name, loaded, loading), step=exported.step)
 
 
 def is_run(name: str) -> bool:
@@ -205,11 +209,35 @@ def model_files(place: Path) -> str | None:
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
 
-def _pretrained(name: str, place: str, loading: Loading) -> Model:
-    """Load the Hugging Face model at `place`; `name` is its name in results."""
+def model_in_memory(model: Any, tokenizer: Any = None) -> Model:
+    """Return the `Model` of a Hugging Face model in memory, which is not changed.
+
+    Args:
+        tokenizer: Hugging Face tokenizer; default: that of the directory or hub name from which the model was loaded.
+
+    Raises:
+        InputError: if it is another model, if `tokenizer` is not a Hugging Face tokenizer, or if it is None and the
+            model's tokenizer cannot be loaded.
+    """
+    adapt(model)
+    if own_transformer(model) is not None:
+        raise InputError("a sinklab transformer in memory has no tokenizer: pass its run directory, or token ids")
+    name, notes = model.config.name_or_path, []
+    if tokenizer is None:
+        try:
+            tokenizer, notes = load_model_tokenizer(name)
+        except InputError as error:
+            raise InputError(f"no tokenizer for the text: {error}; pass `tokenizer`, or token ids") from error
+    elif not hasattr(tokenizer, "convert_ids_to_tokens"):
+        raise InputError(f"`tokenizer` is a {type(tokenizer).__name__}: pass the tokenizer of transformers")
+    loaded = Pretrained(model, tokenizer, notes)
+    return _of_pretrained(name or type(model).__name__, loaded, AS_IT_IS)
+
+
+def _of_pretrained(name: str, loaded: Pretrained, loading: Loading) -> Model:
+    """Return the `Model` of a loaded Hugging Face model; `name` is its name in results."""
     from sinklab.models.huggingface.anatomy import vocabulary_size
 
-    loaded = load_pretrained(place, loading)
     rows, declared = vocabulary_size(loaded.model), getattr(text_config(loaded.model.config), "bos_token_id", None)
     known = (getattr(loaded.tokenizer, "bos_token_id", None), declared)
 

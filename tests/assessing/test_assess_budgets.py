@@ -15,9 +15,9 @@ from sinklab.assessing.parts.budgets import FRACTIONS, Budgets, RestrictedHeads
 from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.assessing.reading import HeadSet, PairedReader, Passes, changed_attention, key_heads
 from sinklab.attention.layer_call import LayerCall
-from sinklab.measuring.api import measure
 from sinklab.models.adapter import adapt
 from sinklab.models.hooks import evaluating
+from sinklab.survey.api import measure
 
 
 def seen(L: int, size: int, first: int) -> torch.Tensor:

@@ -14,9 +14,9 @@ from torch import nn
 from sinklab.assessing.parts.writer import Writer, down_maps, feed_forward
 from sinklab.assessing.reading import Passes
 from sinklab.assessing.super_weights import super_experts
-from sinklab.measuring.api import measure
 from sinklab.models.adapter import Adapter, adapt
 from sinklab.models.hooks import hidden_states
+from sinklab.survey.api import measure
 
 MIXTRAL = hf.MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2)
 MODULES = {  # of a block: what adds attention and feed-forward to the stream, and the down map

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from sinklab.errors import InputError
 from sinklab.export.directory import write_directory
 from sinklab.interventions import VARIANTS
-from sinklab.measuring.api import measure
 from sinklab.model.transformer import Transformer
+from sinklab.survey.api import measure
 
 ALONE = {  # those that transformers knows: the default, also under what does not change the model, and sink logits
     **dict.fromkeys(

@@ -11,10 +11,10 @@ from made_measurement import made_measurement
 from own_models import SIZES, VOCABULARY, own_model, own_tokens
 
 from sinklab.measuring.answer import answer
-from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
+from sinklab.survey.api import measure
 
 LARGE_MODEL = Path(__file__).parents[2] / "results" / "models" / "SmolLM2-135M-Instruct"
 LONG = 40

@@ -13,10 +13,10 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.models.huggingface.loading import Loading
 from sinklab.opening import open_model
+from sinklab.survey.api import measure
 from sinklab.survey.measure_one import measure_loaded, measure_model, read_tokens
 from sinklab.survey.request import Request
 

@@ -18,7 +18,6 @@ from sinklab.attention.importance import score_rows
 from sinklab.attention.masks import CAUSAL, Mask, Window, real_tokens
 from sinklab.attention.query_blocks import ScoreMatrix
 from sinklab.errors import InputError
-from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import parse_maps
 from sinklab.measuring.statistics.collecting import layer_details
@@ -27,6 +26,7 @@ from sinklab.measuring.statistics.statistic_base import Angles
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 from sinklab.models.hooks import hooked
+from sinklab.survey.api import measure
 
 EPS = 0.2
 LENGTH = 14

@@ -12,9 +12,9 @@ from own_models import VARIANTS, attention_matrices, own_model, own_tokens
 
 from sinklab.errors import InputError
 from sinklab.measuring import explored as explored_module
-from sinklab.measuring.api import measure
 from sinklab.measuring.explored import Explored
 from sinklab.measuring.measurement import Measurement
+from sinklab.survey.api import measure
 
 ROUNDING = 0.5 / 255
 """Rounding error of the square root of an attention weight."""

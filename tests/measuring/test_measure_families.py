@@ -11,11 +11,11 @@ from measure_reference import eager_reference, sink_rate_by_loops, uniform_ratio
 
 from sinklab.attention import one_pass
 from sinklab.errors import InputError, SinklabError
-from sinklab.measuring.api import measure
 from sinklab.measuring.huggingface.probe import probe
 from sinklab.measuring.surgery import swapped_positions
 from sinklab.models.adapter import adapt
 from sinklab.models.huggingface.anatomy import attention_layers
+from sinklab.survey.api import measure
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure_reference import sink_rate_by_loops
 
-from sinklab.measuring.api import measure
 from sinklab.measuring.huggingface.probe import probe
+from sinklab.survey.api import measure
 
 VOCABULARY, HEAD = 48, 8
 EXACT = {torch.float64: 1e-6, torch.float32: 2e-5, torch.bfloat16: 0.06}  # importance is kept in float32

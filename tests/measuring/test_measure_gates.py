@@ -15,10 +15,10 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from sinklab.experiments.definition import MeasuredCell
 from sinklab.experiments.summary import measured_numbers
-from sinklab.measuring.api import measure
 from sinklab.measuring.statistics.details import Details
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
+from sinklab.survey.api import measure
 
 TINY_EXPERTS: dict[str, Any] = {
     "num_experts": 2,

@@ -12,9 +12,9 @@ from measure_reference import eager_reference
 from own_models import own_tokens
 
 from sinklab.errors import SinklabError
-from sinklab.measuring.api import measure
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
+from sinklab.survey.api import measure
 
 THREE: dict[str, Any] = GROUPED | {"num_hidden_layers": 3}
 FOUR: dict[str, Any] = GROUPED | {"num_hidden_layers": 4}

@@ -10,9 +10,9 @@ from families import LATENT
 from hidden_keys_reference import scores_without_first_keys
 from torch import Tensor
 
-from sinklab.measuring.api import measure
 from sinklab.measuring.surgery import masked_first_keys
 from sinklab.report.result_tables import layers_table
+from sinklab.survey.api import measure
 
 T, CHOSEN = 20, 5
 TOKENS = torch.randint(3, 64, (3, T), generator=torch.Generator().manual_seed(1))

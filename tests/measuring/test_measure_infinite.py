@@ -18,11 +18,11 @@ from sinklab.commands.results import print_comparison, print_end, print_measurem
 from sinklab.data.prepare import prepared
 from sinklab.experiments.summary import read_numbers
 from sinklab.files import write_json
-from sinklab.measuring.api import measure, sink_numbers
 from sinklab.measuring.measurement import Measurement
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 from sinklab.report.page import write_report
+from sinklab.survey.api import measure, sink_numbers
 from sinklab.survey.measure_many import Outcome
 from sinklab.survey.suites import Survey
 from sinklab.train.loop import Trainer

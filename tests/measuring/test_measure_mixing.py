@@ -15,7 +15,6 @@ from own_models import own_model, own_tokens
 from tiny_models import tiny_model
 
 from sinklab.errors import InputError
-from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options, Study
 from sinklab.measuring.surgery.changes import measure_mixing
@@ -23,6 +22,7 @@ from sinklab.measuring.surgery.study import measure_with_study
 from sinklab.models.adapter import adapt
 from sinklab.report.collect import collect
 from sinklab.report.figures import figures
+from sinklab.survey.api import measure
 from sinklab.survey.request import Request
 
 POSITION = 4

@@ -14,11 +14,11 @@ from own_models import LENGTH, SIZES, VARIANTS, attention_matrices, core_inputs,
 import sinklab
 from sinklab.attention import query_blocks
 from sinklab.errors import InputError, SinklabError
-from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.surgery import masked_first_keys
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
+from sinklab.survey.api import measure
 
 
 def _reference(model: Any, variant: str, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -14,13 +14,13 @@ from sinklab.commands.results import print_measurement
 from sinklab.data.sources.corpora import documents
 from sinklab.data.tokenizers import load_tokenizer
 from sinklab.errors import InputError
-from sinklab.measuring.api import measure
 from sinklab.measuring.inputs import random_tokens, repeated_tokens
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Inputs, Options
 from sinklab.opening import open_model
 from sinklab.report.collect import collect
 from sinklab.report.result_tables import progress_of
+from sinklab.survey.api import measure
 from sinklab.survey.measure_one import measure_model, read_tokens
 from sinklab.survey.request import Request
 from sinklab.train.run import load_run

@@ -9,7 +9,7 @@ import torch
 from details_reference import Sink, read_eagerly, sinks
 from families import TEN_FAMILIES, family_tokens, pair_of
 
-from sinklab.measuring.api import measure
+from sinklab.survey.api import measure
 
 EPS = 0.1
 

@@ -15,13 +15,13 @@ from sinklab.attention.masks import CAUSAL, real_tokens
 from sinklab.attention.query_blocks import Block, ScoreMatrix
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json
-from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.collecting import layer_details
 from sinklab.measuring.statistics.details import STATISTICS, Details
 from sinklab.measuring.statistics.statistic_base import Angles, OfRows, OfStream
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
+from sinklab.survey.api import measure
 
 DOCS = Path(__file__).parents[2] / "docs" / "measuring.md"
 FIELDS = {field: name for name, one in STATISTICS.items() for field in one.fields}

@@ -20,7 +20,6 @@ from own_models import VARIANTS, own_model, own_tokens
 from sinklab.attention import masks
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring import driver
-from sinklab.measuring.api import measure
 from sinklab.measuring.huggingface.probe import probe
 from sinklab.measuring.options import Options
 from sinklab.measuring.surgery import masked_first_keys, replaced_position, swapped_positions, zeroed
@@ -29,6 +28,7 @@ from sinklab.model.huggingface import SinklabConfig, SinklabForCausalLM
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import adapt
 from sinklab.models.hooks import residual_stream
+from sinklab.survey.api import measure
 
 N = 3
 LEARNED = ["gpt2", "opt", "gpt-neo, window 5"]

@@ -14,11 +14,11 @@ from rich.console import Console
 
 import sinklab
 from sinklab.commands.results import print_measurement
-from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 from sinklab.models.huggingface.interface import read_call
+from sinklab.survey.api import measure
 
 T, EOS, EPS = 14, 5, 0.3
 COMMON: dict[str, Any] = {

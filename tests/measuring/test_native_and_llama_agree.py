@@ -9,8 +9,8 @@ from closeness import assert_close, assert_same_rates
 from own_models import llama_of
 
 from sinklab.data.prepare import prepare, settings_of
-from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
+from sinklab.survey.api import measure
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import build_recipe
 from sinklab.train.run import load_run, open_run

@@ -5,9 +5,9 @@ import torch
 from closeness import assert_close
 
 from sinklab.attention.operations.similarity import ForgetGate
-from sinklab.measuring.api import measure
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
+from sinklab.survey.api import measure
 
 SIZES = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ffn_width": 24, "vocab_size": 20, "context": 16}
 

@@ -23,11 +23,11 @@ from torch import Tensor
 from sinklab.attention.config import WindowMask
 from sinklab.attention.core import AttentionCore
 from sinklab.attention.query_blocks import CHUNK
-from sinklab.measuring.api import measure
 from sinklab.measuring.driver import measure as measure_tokens
 from sinklab.measuring.options import Options
 from sinklab.model.transformer import Transformer
 from sinklab.models.native import NativeAdapter
+from sinklab.survey.api import measure
 from sinklab.train.recipe import Recipe, build_recipe
 
 CLOSE = 1e-8

@@ -12,11 +12,11 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDelta
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from sinklab.errors import InputError
-from sinklab.measuring.api import measure
 from sinklab.model.block import DecoderBlock, LinearBlock
 from sinklab.model.llama import differences
 from sinklab.model.mixer import LinearAttention
 from sinklab.model.transformer import Transformer
+from sinklab.survey.api import measure
 from sinklab.train.recipe import build_recipe, load_recipe
 
 E, T = 32, 100

@@ -14,10 +14,10 @@ from sampling import one_in
 from torch import Tensor, nn
 
 from sinklab.attention.operations.differential import Lambda
-from sinklab.measuring.api import measure
 from sinklab.model.block import Attention, LayerInputs
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
+from sinklab.survey.api import measure
 
 LENGTH, VOCABULARY, HEADS, WIDTH = 9, 31, 4, 32
 POSITIONS = ("none", "absolute", "learnable", "relative", "t5", "alibi", "rotary")

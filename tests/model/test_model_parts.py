@@ -9,12 +9,12 @@ from closeness import assert_close
 from torch import Tensor, nn
 
 from sinklab.data.prepare import prepared
-from sinklab.measuring.api import measure
 from sinklab.model.block import Attention, LayerInputs
 from sinklab.model.gate import OutputGating, ValueGating, ValueScaling
 from sinklab.model.norm import DynamicTanh, RmsNorm
 from sinklab.model.position import rotary_tables, rotate
 from sinklab.model.transformer import Transformer
+from sinklab.survey.api import measure
 from sinklab.train.recipe import Recipe, build_recipe, load_recipe
 from sinklab.train.run import open_run
 

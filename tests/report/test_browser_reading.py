@@ -17,9 +17,9 @@ from test_browser import browser  # noqa: F401
 from test_browser_sweep import BRING_NEAR, UNFOLD
 
 from sinklab.files import write_json
-from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.report.page import write_report
+from sinklab.survey.api import measure
 from sinklab.survey.measure_many import Outcome
 from sinklab.survey.suites import Survey
 

@@ -14,7 +14,6 @@ from report_fixtures import make_measurement
 from rich.console import Console
 
 from sinklab.commands.results import print_measurement
-from sinklab.measuring.api import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
@@ -25,6 +24,7 @@ from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.figures import figures
 from sinklab.report.measurement_figures import explorers
 from sinklab.report.page import write_report
+from sinklab.survey.api import measure
 
 LENGTH = 70  # maps of more than 64 positions are thinned
 

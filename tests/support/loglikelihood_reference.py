@@ -11,9 +11,14 @@ import transformers as hf
 
 
 def reference_model(folder: Path, gguf: str | None = None) -> tuple[Any, Any]:
-    """Model and tokenizer as transformers loads them, in float32."""
+    """Model as transformers loads it, in float32, and the tokenizer of tokenizer.json, or that of the GGUF file.
+
+    `AutoTokenizer` rebuilds some tokenizers from their vocabulary, and drops characters that the file makes `<unk>`.
+    """
     options: dict[str, Any] = {} if gguf is None else {"gguf_file": gguf}
     model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+    if gguf is None:
+        return model.eval(), hf.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     return model.eval(), hf.AutoTokenizer.from_pretrained(folder, **options)
 
 

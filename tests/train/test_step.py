@@ -19,8 +19,8 @@ from sinklab.data.shards import TokenDataset
 from sinklab.device import can_compile, compiled
 from sinklab.errors import SinklabError
 from sinklab.interventions import VARIANTS
-from sinklab.measuring.api import measure
 from sinklab.model.transformer import Transformer
+from sinklab.survey.api import measure
 from sinklab.train.loop import RunOutcome, Trainer
 from sinklab.train.recipe import Recipe, build_recipe
 from sinklab.train.run import open_run, read_environment, read_metrics

@@ -231,9 +231,7 @@ def hellaswag_task(path: Path) -> Any:
         "doc_to_text": "query",
         "doc_to_choice": "endings",
         "doc_to_target": "label",
-        "metric_list": [
-            {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ACCURACIES
-        ],
+        "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ACCURACIES],
         "metadata": {"version": 1.0},
     }
     return ConfigurableTask(config=config)

@@ -23,9 +23,9 @@ from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
 from sinklab.errors import SinklabError
 from sinklab.jobs import StepProgress
-from sinklab.measuring.api import EVAL_PREFIX, SinkCallback
 from sinklab.model.loss import IGNORED
 from sinklab.models.native import is_exported
+from sinklab.survey.api import EVAL_PREFIX, SinkCallback
 from sinklab.tuning.sft_dataset import SftDataset, TokenizedChat
 from sinklab.tuning.tuned_directory import METRICS, SINK, UPDATES, rows_of, write_rows
 

@@ -110,7 +110,7 @@ def check_extra() -> None:
 
 def _train(found: Tuning, data: SftDataset, out: Path, ledger: Ledger[Tuning], observe: Observer) -> TuneEnd:
     """Run the remaining updates and write sft.json. After the last update, write the model and delete checkpoints."""
-    from sinklab.measuring.api import SinkCallback
+    from sinklab.survey.api import SinkCallback
     from sinklab.tuning.trainer import TuneRecord, tuner
 
     begun, folder, steps, exit_status = time.perf_counter(), out / CHECKPOINTS, data.tuning.asked.steps, 0

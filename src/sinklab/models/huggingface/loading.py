@@ -191,12 +191,7 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
     config.return_dict = True
     config._attn_implementation = None  # its package may be missing, and measurements compute the attention themselves
     given = {} if source.gguf is not None else {"config": config}
-    place = _with_tokenizer(source, loading.subfolder)
-    if base != name and any(path for pattern in TOKENIZER_FILES for path in Path(name).glob(pattern)):
-        place = replace(source, place=name)  # an adapter with its own tokenizer
-    tokenizer, chosen = load_tokenizer(
-        name, loading.tokenizer, lambda method: place.read("tokenizer", method, given), place.has_file("tokenizer.json")
-    )
+    tokenizer, chosen = _tokenizer(name, base, source, loading, given)
     added = getattr(tokenizer, "get_added_vocab", dict)()  # tokenizers of mistral-common do not have it
     if tokenizer.get_vocab().keys() == added.keys():  # transformers raises no error
         raise InputError(
@@ -258,6 +253,25 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
         tokenizer,
         [*applied, *chosen, *notes, *ignored],
         commit_of(name, loading.revision, loading.subfolder),
+    )
+
+
+def load_model_tokenizer(name: str) -> "tuple[PreTrainedTokenizerBase, list[str]]":
+    """Load the tokenizer of a model without its weights, and notes on it; see `load_pretrained`."""
+    check_name(name)
+    source = _find(base_and_adapters(name, ())[0], AS_IT_IS)
+    given = {} if source.gguf is not None else {"config": source.config()}
+    return _tokenizer(name, source.place, source, AS_IT_IS, given)
+
+
+def _tokenizer(
+    name: str, base: str, source: "_Source", loading: Loading, given: dict[str, Any]
+) -> "tuple[PreTrainedTokenizerBase, list[str]]":
+    place = _with_tokenizer(source, loading.subfolder)
+    if base != name and any(path for pattern in TOKENIZER_FILES for path in Path(name).glob(pattern)):
+        place = replace(source, place=name)  # an adapter with its own tokenizer
+    return load_tokenizer(
+        name, loading.tokenizer, lambda method: place.read("tokenizer", method, given), place.has_file("tokenizer.json")
     )
 
 

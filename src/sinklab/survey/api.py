@@ -1,9 +1,12 @@
-"""`sinklab.measure(model, tokens)`: measure a sinklab or Hugging Face model that is already in memory.
+"""`sinklab.measure`: measure a model in memory, or one by its name, on token ids or on a text.
 
 Trainer callback (transformers, trl) that measures sinks at every evaluation.
 """
 
+import json
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -23,16 +26,24 @@ from sinklab.models.families import text_config
 from sinklab.models.hooks import Progress
 from sinklab.models.intercept import measured_in_turn
 from sinklab.models.native import NativeAdapter
+from sinklab.opening import model_in_memory, open_model
 from sinklab.schema import finite_or_none
+from sinklab.survey.measure_one import measure_loaded
+from sinklab.survey.request import Request
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 
 def measure(
-    model: LanguageModel,
-    tokens: Tensor | np.ndarray | Sequence[Sequence[int]],
+    model: "LanguageModel | str | Path",
+    tokens: Tensor | np.ndarray | Sequence[Sequence[int]] | None = None,
     *,
+    text: str | Path | Sequence[str] | None = None,
+    tokenizer: Any = None,
+    sequences: int = 100,
+    length: int = 64,
+    seed: int = 0,
     attention_mask: Tensor | np.ndarray | Sequence[Sequence[int]] | None = None,
     eps: float | Sequence[float] = 0.3,
     lengths: Sequence[int] = (),
@@ -49,13 +60,22 @@ def measure(
     bos: bool | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Measure the sinks, norms and loss of a causal language model on token ids; return a `Measurement`.
+    """Measure the sinks, norms and loss of a causal language model; return a `Measurement`.
 
-    The model is restored afterwards, also after an exception.
+    On token ids if `tokens` are given, else on a text, with the result of `sinklab measure MODEL --text TEXT`. A model
+    in memory is restored afterwards, also after an exception.
 
     Args:
-        model: a Hugging Face causal language model, a sinklab transformer, or an exported sinklab transformer.
-        tokens: token ids (sequences, length): a tensor on any device, an array, or a list of lists of integers.
+        model: a Hugging Face causal language model, a sinklab transformer, or an exported sinklab transformer; or the
+            name of a model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
+        tokens: token ids (sequences, length): a tensor on any device, an array, or a list of lists of integers. None
+            for sequences of a text, or of random or repeated tokens (`inputs`).
+        text: a list of documents, a text file, a folder of them, or a source such as "stdlib"; default: the text that
+            comes with sinklab. Only without `tokens`.
+        tokenizer: tokenizer of a Hugging Face model in memory, for a text; default: that of the directory or hub name
+            from which the model was loaded.
+        sequences, length: number of sequences and tokens per sequence. Only without `tokens`.
+        seed: random seed of random and repeated tokens. Only without `tokens`.
         attention_mask: 1 at real tokens, 0 at padding on the left or right; None if there is no padding. Padding is not
             supported for sinklab transformers, exported or not.
         eps: threshold of the sink rate on the importance alpha, in (0, 1); `Measurement.eps` is the first of several.
@@ -78,22 +98,56 @@ def measure(
             Padding is not supported.
         perturb: 1-based position whose token is replaced, to measure how far the effect spreads (mixing.py). Padding is
             not supported.
-        model_name: model name, stored with the result.
-        inputs: kind of input tokens ("natural", "random" or "repeat"), stored with the result. For "repeat" without
-            padding, the propositions of 2410.10781 are checked too (propositions.py).
-        bos: whether position 1 is a special token. By default True if every sequence begins with the `bos_token_id` of
-            the model's config; False for a sinklab transformer that is not exported.
+        model_name: model name, stored with the result; default: the name of a model that was given by its name.
+        inputs: kind of input tokens: "natural", "random" or "repeat"; of `tokens` it is only stored with the result.
+            For "repeat" without padding, the propositions of 2410.10781 are checked too (propositions.py).
+        bos: of `tokens`, whether position 1 is a special token; by default True if every sequence begins with the
+            `bos_token_id` of the model's config, False for a sinklab transformer that is not exported. Without
+            `tokens`, whether every sequence begins with BOS (True) or without special tokens (False); by default as the
+            tokenizer begins a text.
         progress: called with (finished sequences, total sequences) after every block and batch. The first number may be
             fractional. A sequence counts again for each additional pass of `ablate` and `perturb`.
 
     Raises:
-        InputError: if the model, the tokens, the mask or another argument is invalid, or an argument is not supported
-            for this model or with padding.
+        InputError: if the model cannot be loaded, the text cannot be read, is too short or there is no tokenizer for
+            it; if the model, the tokens, the mask or another argument is invalid, or an argument is not supported for
+            this model or with padding.
         SinklabError: if the model is not causal, its attention function does not compute softmax attention, attention
             or hidden states cannot be recorded, another thread probes or intercepts the model, an ablation or `perturb`
             is impossible in this model, activations or gradients contain NaN or infinity (the message names the layer),
             the loss is NaN or infinite, or a single sequence does not fit into memory.
     """
+    options: dict[str, Any] = {
+        "eps": eps,
+        "lengths": lengths,
+        "batch_size": batch_size,
+        "loss": loss,
+        "details": details,
+        "maps": maps,
+        "explore": explore,
+        "gradients": gradients,
+        "inputs": inputs,
+    }
+    study = Study(ablate=cast(tuple[str, ...], ablate), perturb=perturb)
+    if tokens is None:
+        if attention_mask is not None:
+            raise InputError("`attention_mask` belongs to `tokens`: pass both, or leave out `attention_mask`")
+        request = Request(
+            options=Options(**options),
+            study=study,
+            sequences=sequences,
+            length=length,
+            seed=seed,
+            bos=bos is True,
+            no_bos=bos is False,
+        )
+        found = _measure_text(model, text, tokenizer, request, progress)
+        return found.model_copy(update={"model": model_name}) if model_name else found
+    if text is not None or tokenizer is not None:
+        raise InputError("pass `tokens`, or `text` with its `tokenizer`, not both")
+    if isinstance(model, str | Path):
+        model_name = model_name or str(model)
+        model = cast(LanguageModel, open_model(str(model)).module)
     model = unwrapped(model)
     adapter = adapt(model)
     tokens_NT = token_matrix(tokens)
@@ -102,20 +156,8 @@ def measure(
     mask_NT = None if attention_mask is None else token_matrix(attention_mask, "the entries of attention_mask")
     if mask_NT is not None and mask_NT.shape == tokens_NT.shape and bool(mask_NT.all()):
         mask_NT = None  # no padding
-    options = Options(
-        eps=cast(tuple[float, ...], eps),
-        lengths=cast(tuple[int, ...], lengths),
-        batch_size=batch_size,
-        loss=loss,
-        details=details,
-        maps=cast(tuple[tuple[int, int], ...], maps),
-        explore=explore,
-        gradients=gradients,
-        model_name=model_name,
-        inputs=inputs,
-        bos=_begins_with_bos(model, tokens_NT, mask_NT) if bos is None else bos,
-    )
-    study = Study(ablate=cast(tuple[str, ...], ablate), perturb=perturb)
+    special = _begins_with_bos(model, tokens_NT, mask_NT) if bos is None else bos
+    settings = Options(**options, model_name=model_name, bos=special)
     if mask_NT is not None:
         if isinstance(adapter, NativeAdapter):
             raise InputError(
@@ -129,12 +171,35 @@ def measure(
     study.check(tokens_NT.shape[1])
     with measured_in_turn(model):
         if mask_NT is not None:
-            found = measure_tokens(adapter, tokens_NT, options, attention_mask_NT=mask_NT, progress=progress)
+            found = measure_tokens(adapter, tokens_NT, settings, attention_mask_NT=mask_NT, progress=progress)
         else:
-            bos_tokens = int(options.bos)
-            found = measure_with_study(adapter, tokens_NT, options, study, bos_tokens=bos_tokens, progress=progress)
+            bos_tokens = int(settings.bos)
+            found = measure_with_study(adapter, tokens_NT, settings, study, bos_tokens=bos_tokens, progress=progress)
     first = tokens_NT[0] if mask_NT is None else tokens_NT[0][mask_NT[0].to(tokens_NT.device).bool()]
     return found.model_copy(update={"fed": Fed(ids=first[:FED].tolist())})
+
+
+def _measure_text(
+    model: "LanguageModel | str | Path",
+    text: str | Path | Sequence[str] | None,
+    tokenizer: Any,
+    request: Request,
+    progress: Progress | None,
+) -> Measurement:
+    """Measure a model by its name, or one in memory with its tokenizer, on a text."""
+    with tempfile.TemporaryDirectory() as folder:
+        if text is not None and not isinstance(text, str | Path):
+            documents = Path(folder) / "documents.jsonl"
+            documents.write_text("".join(json.dumps({"text": document}) + "\n" for document in text), "utf-8")
+            text = documents
+        text = request.check(Path(text) if text is not None else None)
+        if isinstance(model, str | Path):
+            if tokenizer is not None:
+                raise InputError("a model that is given by its name has its own tokenizer: leave out `tokenizer`")
+            return measure_loaded(open_model(str(model)), text, request, progress)
+        model = unwrapped(model)
+        with measured_in_turn(model):
+            return measure_loaded(model_in_memory(model, tokenizer), text, request, progress)
 
 
 def _begins_with_bos(model: LanguageModel, tokens_NT: Tensor, attention_mask_NT: Tensor | None) -> bool:

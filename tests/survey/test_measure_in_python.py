@@ -1,0 +1,106 @@
+"""`sinklab.measure` on a text: a model by its name or in memory, with its own tokenizer or another."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from tiny_models import text_file, tiny_model
+from trained_run import trained_run
+
+import sinklab
+from sinklab.errors import InputError
+from sinklab.survey.measure_one import measure_model
+from sinklab.survey.request import Request
+from sinklab.train.run import load_run
+
+
+def numbers(result: sinklab.Measurement, *left_out: str) -> dict[str, Any]:
+    """Everything of a measurement but its time and memory; arrays as lists."""
+    values = {name: getattr(result, name) for name in type(result).model_fields}
+    kept = {name: value for name, value in values.items() if name not in {"seconds", "peak_memory_mb", *left_out}}
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in kept.items()}
+
+
+def test_a_name_a_model_in_memory_and_the_command_give_the_same_result(tmp_path: Path) -> None:
+    folder, text = tiny_model(tmp_path / "model", bos=True), text_file(tmp_path / "text.jsonl")
+    expected = measure_model(str(folder), text, Request(sequences=6, length=16))
+    named = sinklab.measure(str(folder), text=text, sequences=6, length=16)
+    assert numbers(named) == numbers(expected)
+    model = hf.AutoModelForCausalLM.from_pretrained(folder)
+    held = sinklab.measure(model, text=str(text), sequences=6, length=16)
+    tokenizer = hf.AutoTokenizer.from_pretrained(folder)
+    given = sinklab.measure(model, text=text, tokenizer=tokenizer, sequences=6, length=16, model_name="mine")
+    assert numbers(held) == numbers(expected)
+    assert given.model == "mine"
+    assert numbers(given, "model") == numbers(expected, "model")
+
+
+def test_a_text_gives_the_bits_of_its_tokens(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model", bos=True)
+    model, tokenizer = hf.AutoModelForCausalLM.from_pretrained(folder), hf.AutoTokenizer.from_pretrained(folder)
+    documents = ["red cat old dog big hat wet sea " * 3, "big sky wet cat red sea old hat " * 3]
+    by_text = sinklab.measure(model, text=documents, sequences=2, length=12)
+    tokens = torch.tensor([tokenizer(document)["input_ids"][:12] for document in documents])
+    for by_tokens in (sinklab.measure(model, tokens), sinklab.measure(str(folder), tokens)):
+        assert by_tokens.bos
+        assert by_text.bos
+        assert by_tokens.loss == by_text.loss
+        assert by_tokens.sink_rate == by_text.sink_rate
+        assert np.array_equal(by_tokens.importance, by_text.importance)
+
+
+def test_bos_of_a_text_is_asked_for_or_left_out(tmp_path: Path) -> None:
+    folder, text = tiny_model(tmp_path / "model", bos=True), text_file(tmp_path / "text.jsonl")
+    bare = sinklab.measure(str(folder), text=text, sequences=4, length=16, bos=False)
+    assert not bare.bos
+    plain = tiny_model(tmp_path / "plain")
+    assert not sinklab.measure(str(plain), text=text, sequences=4, length=16).bos
+    assert sinklab.measure(str(plain), text=text, sequences=4, length=16, bos=True).bos
+
+
+def test_random_tokens_need_no_text(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model")
+    request = Request.model_validate({"options": {"inputs": "random"}, "sequences": 3, "length": 8, "seed": 5})
+    drawn = sinklab.measure(str(folder), inputs="random", sequences=3, length=8, seed=5)
+    assert numbers(drawn) == numbers(measure_model(str(folder), None, request))
+
+
+def test_the_default_text_is_read(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model")
+    measured = sinklab.measure(hf.AutoModelForCausalLM.from_pretrained(folder), sequences=2, length=8)
+    assert any("--text" in note for note in measured.notes)
+
+
+def test_a_run_is_measured_by_its_directory_and_not_in_memory(tmp_path: Path) -> None:
+    run, _ = trained_run(tmp_path, {"bos": True}, {})
+    text = text_file(tmp_path / "text.jsonl")
+    assert sinklab.measure(run, text=text, sequences=2, length=8).bos
+    with pytest.raises(InputError, match="run directory"):
+        sinklab.measure(load_run(run).model, text=text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"tokens": [[1, 2]], "text": "stdlib"}, "not both"),
+        ({"attention_mask": [[1, 1]]}, "attention_mask"),
+        ({"text": "there/is/none.txt"}, "none.txt"),
+        ({"tokenizer": "gpt2"}, "tokenizer of transformers"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(
+    arguments: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    model = hf.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "model"))
+    with pytest.raises(InputError, match=said):
+        sinklab.measure(model, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_model_without_a_directory_needs_a_tokenizer(tmp_path: Path) -> None:
+    model = hf.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "model"))
+    model.config.name_or_path = ""
+    with pytest.raises(InputError, match="tokenizer"):
+        sinklab.measure(model, text=["red cat"])
