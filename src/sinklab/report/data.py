@@ -69,14 +69,6 @@ class ReportedRun:
         """Create a reported run from an unsaved measurement; its cell is named after the model."""
         return cls(Path(), model_name(measurement.model) if measurement.model else "model", measurement=measurement)
 
-    @classmethod
-    def of_summary(cls, cell: str, summary: CellSummary) -> "ReportedRun":
-        """Create a run with the medians of a cell in summary.json, for a cell whose runs are not on disk."""
-        ratio = [] if summary.hidden_norm_ratio_max is None else [summary.hidden_norm_ratio_max]
-        rates = {"sink_rate": summary.sink_rate, "sink_rate_bias": summary.sink_rate_bias}
-        stored = Evaluation(step=0, valid_loss=summary.valid_loss, hidden_norm_ratio=ratio, **rates)
-        return cls(Path(), cell, history=[stored])
-
     @property
     def trained(self) -> bool:
         """Whether this is a training run (it has a recipe) rather than a measurement of an existing model."""

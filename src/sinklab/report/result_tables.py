@@ -6,6 +6,7 @@ The page, the terminal and notebooks show them.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -385,7 +386,13 @@ CellColumn = tuple[TableColumn, Callable[[str], Value]]
 
 def shown_runs(data: ReportData, cell: str) -> list[ReportedRun]:
     """Return the runs of a cell; if none is on disk, one with the medians of the summary."""
-    return data.runs_of(cell) or [ReportedRun.of_summary(cell, data.summary_cells[cell])]
+    if runs := data.runs_of(cell):
+        return runs
+    known = data.summary_cells[cell]
+    ratio = [] if known.hidden_norm_ratio_max is None else [known.hidden_norm_ratio_max]
+    rates = {"sink_rate": known.sink_rate, "sink_rate_bias": known.sink_rate_bias}
+    stored = Evaluation(step=0, valid_loss=known.valid_loss, hidden_norm_ratio=ratio, **rates)
+    return [ReportedRun(Path(), cell, history=[stored])]
 
 
 def spread_over_seeds(data: ReportData, metric: str) -> dict[str, dict[str, Any]]:

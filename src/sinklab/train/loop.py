@@ -163,8 +163,7 @@ class Trainer:
             self._evaluate()
         while state.step < options.steps:
             self._raise_if_stopped()
-            with self._with_advice():
-                self.updater.update()
+            self._update()
             last = state.step == options.steps
             self.watch(state.step, None)
             if state.step % options.eval_every == 0 or last:
@@ -179,6 +178,11 @@ class Trainer:
         """Raise StoppedError on all processes if a stop was requested on any."""
         if self.world.any(self.should_stop()):
             raise self.world.shared_error(StoppedError("a stop of the training was requested"))
+
+    def _update(self) -> float:
+        """Do one optimiser step; return the newest available training loss, nats per token."""
+        with self._with_advice():
+            return self.updater.update()
 
     @contextmanager
     def _updates_done(self) -> Iterator[None]:
