@@ -63,20 +63,15 @@ def experiments(
         if not names:
             print_experiments(found, out)
             return
-        for name, one in zip(names, found, strict=True):
-            print_experiment(one, _plan_command(name, one[0]), out)
+        for name, (experiment, costs) in zip(names, found, strict=True):
+            given = ["--dry-run"]
+            if experiment.requests:
+                given = ["--text", "FOLDER" if experiment.each == "domain" else "FILE", *given]
+            if experiment.requests and not experiment.names_models:
+                given = ["--model", "MODEL", *given]
+            print_experiment((experiment, costs), shlex.join(["sinklab", "reproduce", name, *given]), out)
 
     print_result(as_json, lambda: [listing(*one) for one in found], show)
-
-
-def _plan_command(name: str, experiment: "Experiment") -> str:
-    """Return the command that prints the plan of an experiment, with placeholders for the model and the text."""
-    given = ["--dry-run"]
-    if experiment.requests:
-        given = ["--text", "FOLDER" if experiment.each == "domain" else "FILE", *given]
-    if experiment.requests and not experiment.names_models:
-        given = ["--model", "MODEL", *given]
-    return shlex.join(["sinklab", "reproduce", name, *given])
 
 
 @with_options

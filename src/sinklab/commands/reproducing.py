@@ -5,7 +5,7 @@ A sweep prepares its data once, shares its runs with other processes, and writes
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
@@ -192,9 +192,16 @@ def train_experiments(
     for warning in warnings:
         print_text(f"warning: {warning}", console)
     save_report(out)
-    if failed := _failures(chosen, ended):
-        for name, message in failed.items():
-            print_text(f"failed: {name}: {message}", console)
+    expected = {run_hash for (name, _), run_hash in chosen.hashes.items() if chosen.cells[name].may_diverge}
+    failed = [(run, ended[run.name]) for run in chosen.runs if run.name in ended and ended[run.name].kind == "failed"]
+    failures = [
+        f"failed: {run.name}: {event.message}"
+        for run, event in failed
+        if run.hash not in expected or record_of(run.directory, run.hash) is None  # else it diverged, as it may
+    ]
+    for failure in failures:
+        print_text(failure, console)
+    if failures:
         raise typer.Exit(1)
 
 
@@ -241,17 +248,6 @@ def _follow_up(runs: Sequence[store.FollowUp], chats: Path | None, console: Cons
             except SinklabError as error:
                 warnings.append(f"{run.name} was not {done}: {error}")
     return warnings
-
-
-def _failures(plan: SweepPlan, ended: Mapping[str, Event]) -> dict[str, str]:
-    """Return the reason for failure by run name; divergence of a run whose cell may diverge is not a failure."""
-    expected = {run_hash for (name, _), run_hash in plan.hashes.items() if plan.cells[name].may_diverge}
-    failed = {run: ended[run.name] for run in plan.runs if run.name in ended and ended[run.name].kind == "failed"}
-    return {
-        run.name: event.message
-        for run, event in failed.items()
-        if run.hash not in expected or record_of(run.directory, run.hash) is None
-    }
 
 
 def measure_experiments(experiments: Sequence[Experiment], settings: ReproduceSettings, as_json: bool) -> None:

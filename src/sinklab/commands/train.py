@@ -106,18 +106,14 @@ def _trained(
             outcome = trainer.train()
             without = [tracker for tracker in active if tracker.is_new or not was_done]
             if outcome.status == "done" and without:
-                _show_charts(run.directory, without)
+                from sinklab.report.collect import collect
+                from sinklab.report.page import export_charts
+
+                with tempfile.TemporaryDirectory() as folder:
+                    files = export_charts(collect([run.directory]), Path(folder), ("png",))
+                    for tracker in without:
+                        tracker.charts(files)
     return outcome
-
-
-def _show_charts(directory: Path, trackers: Sequence[Tracker]) -> None:
-    from sinklab.report.collect import collect
-    from sinklab.report.page import export_charts
-
-    with tempfile.TemporaryDirectory() as folder:
-        files = export_charts(collect([directory]), Path(folder), ("png",))
-        for tracker in trackers:
-            tracker.charts(files)
 
 
 def plan_command(recipe: str, overrides: Iterable[str]) -> tuple[TrainingPlan, bool]:

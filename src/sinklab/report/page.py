@@ -201,14 +201,6 @@ def _page_spec(figure: Figure, chart: charts.Drawing) -> dict[str, Any]:
     return {key: value for key, value in spec.items() if key not in ("config", "$schema")}
 
 
-def _file_spec(chart: charts.Drawing, width: int) -> dict[str, Any]:
-    """Return a chart's specification for a chart file. Links are removed, because the converter would resolve them."""
-    spec: dict[str, Any] = chart.to_dict(validate=False) | {"width": width, "config": theme.on_paper()}
-    for layer in spec["layer"]:
-        layer.get("encoding", {}).pop("href", None)
-    return spec
-
-
 def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str]) -> list[Path]:
     """Write every chart of the report, without links, into `out_dir`, and return the paths in reading order.
 
@@ -236,8 +228,11 @@ def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str]) -> li
     for path, _, _ in wanted:
         check_file(path, CHART)
     for path, chart, width in wanted:
+        spec: dict[str, Any] = chart.to_dict(validate=False) | {"width": width, "config": theme.on_paper()}
+        for layer in spec["layer"]:
+            layer.get("encoding", {}).pop("href", None)  # the converter would resolve links
         with written_aside(path) as aside:
-            aside.write_bytes(WRITERS[path.suffix[1:]](_file_spec(chart, width)))
+            aside.write_bytes(WRITERS[path.suffix[1:]](spec))
     return [path for path, _, _ in wanted]
 
 

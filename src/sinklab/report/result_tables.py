@@ -420,7 +420,11 @@ def cells_table(data: ReportData) -> Table:
     rate, loss = (".1f", ".3f") if trained else (".2f", ".4f")
     runs, checkpoints = {cell: shown_runs(data, cell) for cell in data.cells}, data.checkpoints
     seeds = {cell: len(data.runs_of(cell)) or data.summary_cells[cell].seeds for cell in runs}
-    eps = {cell: _eps(data, cell) for cell in runs}
+    eps: dict[str, list[float]] = {}  # of the runs of a cell or, if none is on disk, as in its changes
+    for cell in runs:
+        change = data.summary_cells[cell].change if cell in data.summary_cells else {}
+        known = [run.eps for run in data.runs_of(cell)] or [change.get(key) for key in ("eps", "metric.eps")]
+        eps[cell] = sorted({one for one in known if isinstance(one, float)})
     differing = len({one for found in eps.values() for one in found}) > 1
     by_domain = any(suite.document.domains for suite in data.suites)
     tokens = [one.unit for one in checkpoints.values()][:1] == ["tokens"]
@@ -512,13 +516,6 @@ def progress_of(runs: Sequence[ReportedRun]) -> str:
     """Return the steps of unfinished runs, such as `(step 500 of 2000)`; empty if all are finished."""
     unfinished = [run.unfinished for run in runs if run.unfinished]
     return f"({', '.join(unfinished)})" if unfinished else ""
-
-
-def _eps(data: ReportData, cell: str) -> list[float]:
-    """Return the thresholds ε of a cell's runs or, if none is on disk, that in its changes; empty if unknown."""
-    change = data.summary_cells[cell].change if cell in data.summary_cells else {}
-    found = [run.eps for run in data.runs_of(cell)] or [change.get(key) for key in ("eps", "metric.eps")]
-    return sorted({one for one in found if isinstance(one, float)})
 
 
 def headline(data: ReportData) -> list[str]:
