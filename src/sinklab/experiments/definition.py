@@ -462,7 +462,9 @@ class Experiment(ClaimSet, SweepDesign):
                 f"{f'sets `each: {self.each}`' if self.each else 'does not set `each`'}: "
                 f"{'remove `each`' if self.each else 'set `each: domain` or `each: model`'}, or change the check"
             )
-        of_sizes = isinstance(check, Monotone) or (of_subjects and (check.families or check.without_families))
+        of_sizes = isinstance(check, Monotone) or (
+            isinstance(check, OverCells) and (check.families or check.without_families)
+        )
         if self.each == "domain" and of_sizes:
             raise ValueError(
                 f"claim {claim.id} is about model sizes (rising, falling, families or without_families), but the "

@@ -20,7 +20,7 @@ from typing import Any
 
 from sinklab.errors import InputError
 from sinklab.evaluating.evaluate_model import ChosenTask, chosen_task, measure_and_evaluate
-from sinklab.experiments.claims import Claim, OverCells, Undecidable, Within
+from sinklab.experiments.claims import Claim, Equal, Monotone, Undecidable, Within
 from sinklab.experiments.definition import CellTask, Experiment, MeasuredCell
 from sinklab.experiments.documents import SUMMARY, CellRun, CellSummary, ExperimentSummary, Summary
 from sinklab.experiments.paper import published_tables
@@ -453,13 +453,13 @@ def claims_about(
 
 def _about(claim: Claim, subjects: Sequence[Subject], each: str | None) -> Iterator[Claim | Undecidable]:
     match claim.check:
-        case OverCells(over_subjects=True, cell=str(cell)) as check if each == "domain":
-            if len(subjects) < 2:
+        case (Equal(cell=str(cell)) | Monotone(cell=str(cell))) as check if check.over_subjects:
+            if each != "domain":
+                yield from _by_family(claim, check, cell, subjects)
+            elif len(subjects) < 2:
                 yield Undecidable(claim, "The claim requires at least two domains.")
             else:
                 yield claim.about(check.across(tuple(one.cell_name(cell) for one in subjects)))
-        case OverCells(over_subjects=True, cell=str(cell)) as check:
-            yield from _by_family(claim, check, cell, subjects)
         case Within() as check if subjects[0].name:
             for one in subjects:
                 of_subject = check.model_copy(update={"cell": one.cell_name(check.cell)})
@@ -468,7 +468,9 @@ def _about(claim: Claim, subjects: Sequence[Subject], each: str | None) -> Itera
             yield claim
 
 
-def _by_family(claim: Claim, check: OverCells, cell: str, subjects: Sequence[Subject]) -> Iterator[Claim | Undecidable]:
+def _by_family(
+    claim: Claim, check: Equal | Monotone, cell: str, subjects: Sequence[Subject]
+) -> Iterator[Claim | Undecidable]:
     known = [(model, one) for one in subjects if (model := paper_model(one.models["base"]))]
     families: dict[str, list[Subject]] = {}
     for model, one in sorted(known, key=lambda pair: pair[0].parameters):

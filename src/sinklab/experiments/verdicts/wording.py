@@ -160,7 +160,7 @@ def _below(check: claims.SinkAbsent | claims.Differs, finding: Finding, noun: Re
 
 
 def _differs(check: claims.Differs, finding: Finding, noun: ReplicateKind) -> str:
-    of, cell, than = quantity(check.value), finding.values[check.cell], finding.values[check.than]
+    of, (cell, than) = quantity(check.value), (finding.values[name] for name in check.cells)
     greater = check.kind == "greater"
     a, b = list(cell.values()), list(than.values())
     high, low = (a, b) if greater else (b, a)
