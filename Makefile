@@ -30,8 +30,9 @@ $(VENV)/.docs: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright --warnings
+	$(BIN)/pyrefly check
 
+test: export PYTHONDONTWRITEBYTECODE =  # else every process of a test compiles the package again
 test: check
 	$(BIN)/pytest -n 2
 

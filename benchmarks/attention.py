@@ -24,13 +24,12 @@ import torch.nn.functional as F
 from benchmarks.memory import peak_mb
 from benchmarks.timing import RESULTS, environment, in_turn, ratios
 from sinklab.attention.config import AttentionConfig, examples_of
-from sinklab.attention.core import AttentionCore
-from sinklab.attention.delta import gated_delta
+from sinklab.attention.layer_call import AttentionCore
 from sinklab.attention.operations.kernel import Kernel
 from sinklab.files import write_json
 from sinklab.model.block import DecoderBlock, LayerInputs, LinearBlock
 from sinklab.model.config import ModelConfig, initialise
-from sinklab.model.mixer import GatedDelta
+from sinklab.model.mixer import GatedDelta, gated_delta
 
 SHAPES = {64: (32, 4, 32), 2048: (1, 8, 64), 8192: (1, 8, 64)}  # length -> batch, heads, head width
 

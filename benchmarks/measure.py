@@ -141,7 +141,8 @@ class Comparison:
     def row(self) -> dict[str, Any]:
         """Return seconds, peak memory and ratios of the sides, and the missed goals."""
         sequences, length = self.tokens_NT.shape
-        row = {"model": self.name, "sequences": sequences, "length": length, "rounds": len(self.seconds["forward"])}
+        row: dict[str, Any] = {"model": self.name, "sequences": sequences, "length": length}
+        row["rounds"] = len(self.seconds["forward"])
         row |= figures(self.seconds, self.peaks)
         if "released" in self.sides:
             row["times_faster_than_released"] = round(ratios(self.seconds, "without_loss")["released"], 2)

@@ -18,7 +18,7 @@ from benchmarks.committed import summary_in
 from sinklab.attention.layer_call import LayerCall
 from sinklab.experiments.documents import SUMMARY, CellEstimate, Summary
 from sinklab.experiments.sweep.store import found_runs
-from sinklab.models.intercept import intercept
+from sinklab.models.hooks import intercept
 from sinklab.opening import Model, open_model
 from sinklab.tables import NOTHING, Table, markdown, names
 from sinklab.train.recipe import load_recipe

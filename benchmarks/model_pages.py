@@ -13,14 +13,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 
-from sinklab.assessing.assessment import ASSESSMENT, Assessment, load_assessment
+from sinklab.assessing.assess_model import ASSESSMENT, Assessment, load_assessment
 from sinklab.assessing.part import AssessPart
-from sinklab.assessing.parts.budgets import Budgets
-from sinklab.assessing.parts.eviction import Eviction
-from sinklab.assessing.parts.heads import Heads
+from sinklab.assessing.parts.caches import Budgets, Eviction
+from sinklab.assessing.parts.heads import Heads, Pruning
 from sinklab.assessing.parts.key_ablations import KeyAblations
 from sinklab.assessing.parts.kv_cache import KVCache, named_positions
-from sinklab.assessing.parts.pruning import Pruning
 from sinklab.assessing.parts.quantisation import STATIC, Quantisation
 from sinklab.assessing.parts.streaming import Streaming
 from sinklab.assessing.parts.writer import WEIGHT, Writer

@@ -23,7 +23,7 @@ from sinklab.experiments.verdicts import wording as five_seeds
 from sinklab.experiments.verdicts.wording import PilotSpread, shipped_pilots
 from sinklab.files import write_json
 from sinklab.measuring.registry import STORED
-from sinklab.measuring.statistics.highest import NO_SINK
+from sinklab.tables import NO_SINK
 from sinklab.train.recipe import load_recipe
 
 FIRST_SEED = 1000

@@ -74,7 +74,7 @@ def one_round(steps: int) -> dict[str, float]:
         before, start = cpu_seconds(), time.perf_counter()
         ended = train_all(runs, LocalEngine(JOBS), clock)
         seconds = time.perf_counter() - start
-        forkserver._forkserver._stop()  # pyright: ignore  # `cpu_seconds` counts only processes that have ended
+        forkserver._forkserver._stop()  # pyrefly: ignore[missing-attribute]  # `cpu_seconds` counts only processes that have ended
         assert all(event.kind == "done" for event in ended.values())
     return {
         "seconds": seconds,

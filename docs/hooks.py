@@ -104,7 +104,7 @@ def recipes() -> str:
 
 def results() -> str:
     """The documents of `reproduce` and `assess`; that of `measure` is explained, number by number, in measuring.md."""
-    from sinklab.assessing.assessment import Assessment
+    from sinklab.assessing.assess_model import Assessment
     from sinklab.experiments.documents import Summary
 
     lead = "`measurement.json` and `measurement.npz` are explained in [Measuring](../measuring.md#reported-numbers)."

@@ -17,7 +17,7 @@ import torch
 from benchmarks.attention import CASES, KEY_WIDTHS, forget_gates, forward_and_backward, goal
 from benchmarks.timing import RESULTS, environment, in_turn, ratios
 from sinklab.attention.config import AttentionConfig
-from sinklab.attention.core import AttentionCore
+from sinklab.attention.layer_call import AttentionCore
 from sinklab.files import write_json
 
 SHAPE = (4, 16, 64)

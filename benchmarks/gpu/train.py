@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from benchmarks.timing import RESULTS, environment
+from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare, settings_of
-from sinklab.data.shards import TokenDataset
 from sinklab.files import write_json
 from sinklab.train.planning import memory_estimate, model_flops, peak_flops
 from sinklab.train.recipe import Recipe, load_recipe

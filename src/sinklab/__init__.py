@@ -1,7 +1,8 @@
 """sinklab: attention sinks in language models.
 
     import sinklab
-    result = sinklab.measure(model, tokens)          # a Measurement: sinks, norms, loss
+    result = sinklab.measure("org/model")            # a Measurement: sinks, norms, loss; print(result) sums it up
+    result = sinklab.measure(model, tokens)          # of a model in memory, on token ids or on text=[..]
     with sinklab.probe(model) as watch:              # record the forward passes of a Hugging Face model
         model.generate(...)
     watch.layers[0].importance_BHT                   # alpha of the first attention layer, (batch, head, position)
@@ -19,12 +20,9 @@ Each of these names is imported on first use. help(sinklab.measure) describes th
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sinklab import display
-
 if TYPE_CHECKING:
-    from sinklab.measuring.huggingface.probe import probe
     from sinklab.measuring.measurement import Measurement
-    from sinklab.measuring.watch_attention import record_attention, watch_attention
+    from sinklab.measuring.probe import probe, record_attention, watch_attention
     from sinklab.survey.api import SinkCallback, measure
 
 __version__ = "0.2.0"
@@ -33,11 +31,11 @@ __all__ = ["Measurement", "SinkCallback", "measure", "probe", "record_attention"
 
 _MODULES = {
     "measure": "sinklab.survey.api",
-    "probe": "sinklab.measuring.huggingface.probe",
+    "probe": "sinklab.measuring.probe",
     "SinkCallback": "sinklab.survey.api",
     "Measurement": "sinklab.measuring.measurement",
-    "watch_attention": "sinklab.measuring.watch_attention",
-    "record_attention": "sinklab.measuring.watch_attention",
+    "watch_attention": "sinklab.measuring.probe",
+    "record_attention": "sinklab.measuring.probe",
 }
 
 
@@ -60,8 +58,19 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_MODULES[name]), name)
 
 
-display.chart = lambda measurement, what: import_module("sinklab.report.measurement_figures").chart(measurement, what)
-display.html = lambda measurement: import_module("sinklab.report.html").html(measurement)
+def draw_chart(measurement: "Measurement", what: str) -> Any:
+    """Draw a chart of a measurement, for `Measurement.plot`; `sinklab.measuring` does not import `sinklab.report`."""
+    return import_module("sinklab.report.measurement_figures").chart(measurement, what)
+
+
+def render_html(measurement: "Measurement") -> str:
+    """Return the HTML view of a measurement in notebooks."""
+    return import_module("sinklab.report.html").html(measurement)
+
+
+def render_text(measurement: "Measurement") -> str:
+    """Return the text of `print(measurement)`, as `sinklab measure` prints it."""
+    return import_module("sinklab.commands.results").measurement_text(measurement)
 
 
 def __dir__() -> list[str]:

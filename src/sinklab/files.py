@@ -182,7 +182,6 @@ def written_aside(path: Path) -> Iterator[Path]:
     of the replaced file; if there was none, the umask determines them.
 
     Raises:
-        InputError: see `target_of`.
         SinklabError: if the file cannot be written, such as on a full disk, or the block raises an OSError.
     """
     target = target_of(path)
@@ -213,21 +212,13 @@ def beside(target: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically.
-
-    Raises:
-        InputError, SinklabError: see `written_aside`.
-    """
+    """Write `text` to `path` atomically."""
     with written_aside(path) as aside:
         aside.write_text(text, encoding="utf-8")
 
 
 def write_gzip(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically, compressed with gzip. Equal texts give identical files.
-
-    Raises:
-        InputError, SinklabError: see `written_aside`.
-    """
+    """Write `text` to `path` atomically, compressed with gzip. Equal texts give identical files."""
     with written_aside(path) as aside:
         aside.write_bytes(gzip.compress(text.encode(), mtime=0))
 
@@ -237,7 +228,6 @@ def write_json(path: Path, document: Any) -> None:
 
     Raises:
         ValueError: if the document contains NaN or an infinite number.
-        InputError, SinklabError: see `written_aside`.
     """
     write_text(path, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
@@ -293,13 +283,6 @@ def _load_yaml(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 
-def _place_of(error: yaml.YAMLError) -> str:
-    """Return the problem that PyYAML found, with its line and column, on one line."""
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None)
-    return f"{problem}, line {mark.line + 1}, column {mark.column + 1}" if mark and problem else cause(error)
-
-
 def parse_yaml(text: str) -> Any:
     """Parse untrusted text like `yaml.safe_load`.
 
@@ -312,7 +295,9 @@ def parse_yaml(text: str) -> Any:
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except yaml.YAMLError as error:
-        raise ValueError(_place_of(error)) from error
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        where = mark and problem and f"{problem}, line {mark.line + 1}, column {mark.column + 1}"
+        raise ValueError(where or cause(error)) from error
     waiting, seen = [document], 0
     while waiting:
         value, seen = waiting.pop(), seen + 1

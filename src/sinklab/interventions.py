@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from sinklab.attention.config import Choice, examples_of, kinds_of
-from sinklab.schema import Kind, NeutralExample
+from sinklab.schema import NeutralExample
 from sinklab.train.recipe import Schema, members, recipe_schema
 
 Overlay = Mapping[str, Any]
@@ -36,10 +36,6 @@ def _model(**parts: Any) -> Variant:
 
 def _attention(choice: Choice, values: Mapping[str, object]) -> Overlay:
     return {"model": {"attention": {choice: values}}}
-
-
-def _attention_key(choice: Choice, key: str, kind: type[Kind]) -> str:
-    return f"{f'model.attention.{choice}.{key}'.removesuffix('.')} ({kind.chosen({})['kind']})"
 
 
 _WINDOW = {"kind": "window", "width": 8}
@@ -124,7 +120,7 @@ VARIANTS: dict[str, Variant] = {
 
 NEUTRAL: dict[str, NeutralExample] = {
     **{
-        _attention_key(choice, key, kind): NeutralExample(
+        f"{f'model.attention.{choice}.{key}'.removesuffix('.')} ({kind.chosen({})['kind']})": NeutralExample(
             one.said,
             _attention(choice, kind.chosen(one.values)),
             None if one.against is None else _attention(choice, kind.chosen(one.against)),

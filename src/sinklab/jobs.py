@@ -53,7 +53,8 @@ class StepProgress:
 
     def __init__(self, step: str, observe: Observer) -> None:
         self._step, self._observe = step, observe
-        self._done, self._total = 0.0, None
+        self._done = 0.0
+        self._total: int | None = None
 
     def begin(self, total: int | None = None, text: str = "", done: float = 0.0) -> None:
         """Report the start of the step with `done` completed units; call again when the total is known."""

@@ -12,13 +12,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sinklab.data.tokenizers import Tokenizer, spelling
+from sinklab.data.tokenizers import Tokenizer
 from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.files import sha256_of
-from sinklab.measuring.inputs import DocumentEncoder, Encode, default_prefix, pretrained_encode
+from sinklab.measuring.inputs import DocumentEncoder, Encode, default_prefix, pretrained_encode, spelling
 from sinklab.measuring.measurement import FED, Fed
-from sinklab.models.adapter import Adapter, adapt
+from sinklab.models.adapter import Adapter, adapt, own_transformer
 from sinklab.models.families import text_config
 from sinklab.models.huggingface.loading import (
     AS_IT_IS,
@@ -32,8 +32,7 @@ from sinklab.models.huggingface.loading import (
     name_in_results,
     pick_dtype,
 )
-from sinklab.models.huggingface.rendering import Conversations
-from sinklab.models.native import own_transformer
+from sinklab.models.huggingface.tokenizer_files import Conversations
 
 WEIGHTS = ("*.safetensors", "*.gguf", "config.json", "adapter_config.json", "recipe.yaml", "*.py")
 TOKENIZER = (*TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json")
@@ -236,7 +235,7 @@ def model_in_memory(model: Any, tokenizer: Any = None) -> Model:
 
 def _of_pretrained(name: str, loaded: Pretrained, loading: Loading) -> Model:
     """Return the `Model` of a loaded Hugging Face model; `name` is its name in results."""
-    from sinklab.models.huggingface.anatomy import vocabulary_size
+    from sinklab.models.families import vocabulary_size
 
     rows, declared = vocabulary_size(loaded.model), getattr(text_config(loaded.model.config), "bos_token_id", None)
     known = (getattr(loaded.tokenizer, "bos_token_id", None), declared)
@@ -267,8 +266,7 @@ def _of_pretrained(name: str, loaded: Pretrained, loading: Loading) -> Model:
 
 def _run(name: str, loading: Loading, step: int | None) -> Model:
     """Load a run. Its `arrange` uses the data loader of training, which inserts BOS, fixed and random tokens."""
-    from sinklab.data.loader import Loader
-    from sinklab.data.shards import TokenFile
+    from sinklab.data.loader import Loader, TokenFile
     from sinklab.data.tokenizers import load_tokenizer
     from sinklab.train.run import load_run, recipe_and_data
 

@@ -2,6 +2,8 @@
 
 A settings model declares bounds, default and help text of each setting. `commands/options.py` derives the command
 line options from its fields. Result documents contain the `model_dump` of the settings.
+
+Names of the dtypes of a model's weights.
 """
 
 from dataclasses import dataclass
@@ -93,3 +95,28 @@ def split_names(given: object) -> object:
 SequenceCount = Annotated[int, Field(ge=1, le=MOST, description="Number of sequences.")]
 SequenceLength = Annotated[int, Field(ge=2, le=MOST, description="Tokens per sequence, BOS included.")]
 Seed = Annotated[int, Field(ge=0, le=LARGEST_INT64)]
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+ALIASES = {
+    "fp32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp64": "float64",
+    "double": "float64",
+}
+
+
+def dtype_name(given: str) -> str:
+    """Return one of `DTYPES` for a name as people write it: `fp16`, `torch.float16` and `half` are float16.
+
+    Raises:
+        InputError: if the name is unknown.
+    """
+    bare = given.lower().removeprefix("torch.")
+    name = ALIASES.get(bare, bare)
+    if name not in DTYPES:
+        raise InputError(f"--dtype {given} is unknown; use one of {', '.join(DTYPES)}")
+    return name

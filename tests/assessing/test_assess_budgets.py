@@ -10,8 +10,8 @@ from closeness import assert_close
 from families import family_tokens, pair_of
 
 from sinklab.assessing.cache_policies import KeyBudget
-from sinklab.assessing.parts import budgets
-from sinklab.assessing.parts.budgets import FRACTIONS, Budgets, RestrictedHeads
+from sinklab.assessing.parts import caches as budgets
+from sinklab.assessing.parts.caches import FRACTIONS, Budgets, RestrictedHeads
 from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.assessing.reading import HeadSet, PairedReader, Passes, changed_attention, key_heads
 from sinklab.attention.layer_call import LayerCall

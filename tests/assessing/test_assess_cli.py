@@ -15,8 +15,7 @@ from tiny_gguf import needed
 from tiny_models import text_file, tiny_model
 from trained_run import trained_run
 
-from sinklab.assessing.assess_model import assess, load_assessment
-from sinklab.assessing.assessment import Assessment
+from sinklab.assessing.assess_model import Assessment, assess, load_assessment
 from sinklab.assessing.parts import PARTS, USUAL
 from sinklab.assessing.parts.streaming import Streaming
 from sinklab.assessing.settings import AssessOptions, settings_for
@@ -259,7 +258,7 @@ def test_a_model_without_rotary_positions_streams_by_those_of_the_text(run: Run,
 def test_far_beyond_its_context_a_model_reads_only_where_that_is_named(
     made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sinklab.assessing.parts.length.LONGEST_UNASKED", 16)
+    monkeypatch.setattr("sinklab.assessing.parts.streaming.LONGEST_UNASKED", 16)
     (directory, text), out = made, tmp_path / "a"
     small = {"sequences": 2, "stream_length": 24, "caches": (8,), "length": 16, "budgets": (6,)}
     unasked = assess(str(directory), text, AssessOptions(**small), out=out)

@@ -10,7 +10,7 @@ from made_assessment import assessment
 from tiny_models import tiny_model
 from trained_run import trained_run
 
-from sinklab.assessing.assessment import Assessment
+from sinklab.assessing.assess_model import Assessment
 from sinklab.assessing.part import AssessText
 from sinklab.assessing.parts import NUMBERS, PARTS
 from sinklab.assessing.parts.quantisation import Quantisation

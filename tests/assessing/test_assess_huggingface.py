@@ -19,9 +19,9 @@ from sinklab.assessing.cache_policies import EVICTION, KeyBudget, policies_of
 from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.assessing.reading import PairedReader, changed_attention
 from sinklab.export.directory import write_directory
+from sinklab.models.adapter import NativeAdapter
 from sinklab.models.hooks import evaluating
 from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
-from sinklab.models.native import NativeAdapter
 
 CONFIGS: dict[str, Any] = {
     "llama": lambda: hf.LlamaConfig(**GROUPED),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sinklab.assessing.cache_policies import PROMPT as PROMPTS
 from sinklab.assessing.cache_policies import KeyBudget, policies_of
-from sinklab.assessing.parts.prompt_cache import PromptCache, PromptKeys
+from sinklab.assessing.parts.caches import PromptCache, PromptKeys
 from sinklab.assessing.reading import PairedReader, Passes, changed_attention, refused
 from sinklab.attention.masks import Dense
 from sinklab.models.adapter import Adapter

@@ -10,9 +10,8 @@ from assessed import run_part, small, some_tokens
 from closeness import assert_close
 from families import family_tokens, pair_of
 
-from sinklab.assessing.parts import pruning
-from sinklab.assessing.parts.heads import Heads
-from sinklab.assessing.parts.pruning import Pruning, WithoutHeads
+from sinklab.assessing.parts import heads as pruning
+from sinklab.assessing.parts.heads import Heads, Pruning, WithoutHeads
 from sinklab.assessing.reading import HeadSet, PairedReader, Passes, changed_attention
 from sinklab.models.adapter import Adapter, adapt
 from sinklab.models.hooks import evaluating

@@ -10,8 +10,7 @@ from closeness import assert_close
 from families import GROUPED
 
 from sinklab.assessing import reading
-from sinklab.assessing.parts.length import LossByLength
-from sinklab.assessing.parts.streaming import RollingCache, Streaming
+from sinklab.assessing.parts.streaming import LossByLength, RollingCache, Streaming
 from sinklab.assessing.reading import ByPosition, PairedReader, Passes, changed_attention
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import SinklabError
@@ -135,7 +134,7 @@ def test_the_first_window_is_taken_from_the_whole_text_unless_its_rope_depends_o
 ) -> None:
     torch.manual_seed(3)
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
-    config = hf.LlamaConfig(**{**GROUPED, "max_position_embeddings": CONTEXT, "rope_parameters": rope})
+    config = hf.LlamaConfig(**(GROUPED | {"max_position_embeddings": CONTEXT, "rope_parameters": rope}))
     model = hf.AutoModelForCausalLM.from_config(config).eval().double()
     one, tokens = HuggingFaceAdapter(model), some_tokens(1, 2 * CONTEXT, vocabulary=64)
     apart, passes, counted = PairedReader(one, tokens), Passes(), []

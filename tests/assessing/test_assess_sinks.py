@@ -15,9 +15,8 @@ from sinklab.assessing.parts.key_ablations import KeyAblations, Keys, SelectedKe
 from sinklab.assessing.reading import changed_attention
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError
-from sinklab.models.hooks import evaluating
-from sinklab.models.intercept import Compute, Edit
-from sinklab.models.native import NativeAdapter
+from sinklab.models.adapter import NativeAdapter
+from sinklab.models.hooks import Compute, Edit, evaluating
 
 KINDS: tuple[Keys, ...] = ("sink", "recent", "random")
 

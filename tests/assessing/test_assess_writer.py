@@ -239,8 +239,8 @@ def test_a_super_weight_that_acts_on_a_later_token_is_found() -> None:
 
 
 EXPERTS = {
-    "mixtral": hf.MixtralConfig(**{**GROUPED, "num_hidden_layers": 4}, num_local_experts=4, num_experts_per_tok=2),
-    "deepseek": hf.DeepseekV3Config(**{**LATENT, "num_hidden_layers": 4}, n_shared_experts=1),
+    "mixtral": hf.MixtralConfig(**(GROUPED | {"num_hidden_layers": 4}), num_local_experts=4, num_experts_per_tok=2),
+    "deepseek": hf.DeepseekV3Config(**(LATENT | {"num_hidden_layers": 4}), n_shared_experts=1),
 }
 
 

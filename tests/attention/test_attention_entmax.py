@@ -8,7 +8,7 @@ from attention_cases import G, H, T, config_of, core_of, qkv
 from closeness import assert_close
 from torch import Tensor
 
-from sinklab.attention.core import AttentionCore
+from sinklab.attention.layer_call import AttentionCore
 
 EDGES = {
     "equal scores": torch.zeros(T),

@@ -8,7 +8,7 @@ from attention_cases import H, T, core_of, documents, log_kept, qkv
 from closeness import assert_close
 
 from sinklab.attention.config import AttentionConfig
-from sinklab.attention.core import AttentionCore
+from sinklab.attention.layer_call import AttentionCore
 from sinklab.train.recipe import load_recipe
 
 SHIFT = "model.attention.operation={{kind: sigmoid, shift: {}}}"

@@ -7,7 +7,7 @@ from closeness import assert_close
 from delta_reference import gated_delta_by_steps
 from torch import Tensor
 
-from sinklab.attention.delta import gated_delta
+from sinklab.model.mixer import gated_delta
 
 B, H, D, V = 2, 3, 8, 5
 

@@ -14,9 +14,8 @@ from tiny_models import text_file, tiny_model
 from sinklab.commands.terminal import DataDisplay, JobProgress, RunDisplay, elapsed
 from sinklab.experiments.sweep.engine import Event
 from sinklab.jobs import JobEvent, StepProgress
-from sinklab.measuring.options import Study
-from sinklab.survey.measure_one import measure_model
-from sinklab.survey.request import Request
+from sinklab.measuring.options import Request, Study
+from sinklab.survey.measure import measure_model
 
 
 class Clock:

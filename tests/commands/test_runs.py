@@ -11,8 +11,8 @@ from conftest import Run
 from rich.console import Console
 
 from sinklab.commands.results import print_runs
+from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare, settings_of
-from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
 from sinklab.report.collect import collect, list_runs
 from sinklab.train.loop import Trainer

@@ -33,7 +33,7 @@ SAYS = "interrupted; finished work is saved. Run the same command again to resum
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text of some parts (see `data/building.py`) and a recipe for it."""
+    """A text of some parts (see `data/prepare.py`) and a recipe for it."""
     folder = tmp_path_factory.mktemp("signals")
     words, draw = [f"word{i} " for i in range(500)], random.Random(0)
     with (folder / "text.jsonl").open("w") as file:

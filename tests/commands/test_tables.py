@@ -13,8 +13,7 @@ from sinklab.commands.results import print_claims, print_measurement, print_repl
 from sinklab.commands.terminal import RunDisplay, print_table, print_text
 from sinklab.experiments.documents import JudgedClaim
 from sinklab.experiments.sweep.engine import Event
-from sinklab.measuring.accumulate import Accumulator, measurement_from
-from sinklab.measuring.batches import Cost
+from sinklab.measuring.accumulate import Accumulator, Cost, measurement_from
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.measuring.records import Batch
@@ -48,7 +47,9 @@ def large(length: int = 64) -> Measurement:
 
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_a_measurement_has_every_number_whole_at_any_width(width: int) -> None:
-    wide, narrow = (shown(columns, lambda console: print_measurement(large(), console)) for columns in (300, width))
+    wide, narrow = (
+        shown(columns, lambda console: print_measurement(large(), console, full=True)) for columns in (300, width)
+    )
     for table in ("Sink rate and importance", "Position 1 by layer"):
         assert table in narrow
     assert set(NUMBER.findall(wide)) <= set(NUMBER.findall(narrow))
@@ -137,8 +138,8 @@ def test_a_claim_is_beside_its_verdict_with_the_evidence_below(width: int) -> No
 
 
 def test_without_a_mask_that_matters_there_is_one_column_of_rates() -> None:
-    assert "visible rate" not in shown(100, lambda console: print_measurement(made_measurement(), console))
-    assert "visible rate" in shown(100, lambda console: print_measurement(large(), console))
+    assert "visible rate" not in shown(100, lambda console: print_measurement(made_measurement(), console, full=True))
+    assert "visible rate" in shown(100, lambda console: print_measurement(large(), console, full=True))
 
 
 def test_every_column_of_the_positions_is_labelled() -> None:

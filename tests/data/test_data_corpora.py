@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sinklab.data.sources.corpora import Fingerprint, cut, documents, entries, identity, total_bytes
+from sinklab.data.corpora import Fingerprint, cut, documents, entries, identity, total_bytes
 from sinklab.errors import InputError, install_command
 
 

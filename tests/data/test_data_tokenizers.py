@@ -4,13 +4,14 @@ import json
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import numpy as np
 import pytest
 
 from sinklab.data import tokenizers
-from sinklab.data.sources.corpora import cut, documents
+from sinklab.data.corpora import cut, documents
 from sinklab.data.tokenizers import load_tokenizer, train_bpe
 from sinklab.errors import InputError
 
@@ -46,7 +47,7 @@ def test_a_saved_tokenizer_is_the_same_when_read_and_for_transformers(tmp_path: 
     text = stdlib_text()[0]
     tokenizer = train_bpe(stdlib_text(), 600, tmp_path)
     again = load_tokenizer(str(tmp_path))
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path)
     assert (again.eos_id, again.bos_id) == (theirs.eos_token_id, theirs.bos_token_id) == (0, 1)
     assert tokenizer.encode_batch([text]) == again.encode_batch([text]) == [theirs(text)["input_ids"]]
 
@@ -56,7 +57,7 @@ def test_gpt_neox_uses_its_end_of_text_as_bos_and_agrees_with_transformers(data_
 
     folder = data_dir / "tokenizers" / "gptneox"
     tokenizer = load_tokenizer(str(folder))
-    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
     texts = list(documents(str(data_dir / "domains" / "github_code.jsonl")))[:3]
     assert tokenizer.vocab_size == 50277
     assert tokenizer.bos_id == tokenizer.eos_id == theirs.eos_token_id == 0

@@ -4,7 +4,7 @@ import json
 
 from conftest import Run
 
-from sinklab.data.sources.corpora import default_text, documents
+from sinklab.data.corpora import default_text, documents
 
 
 def test_it_has_enough_documents_of_many_kinds() -> None:

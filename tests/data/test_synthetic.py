@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from sinklab.data.corpora import TASKS, parse, synthetic_documents
 from sinklab.data.prepare import prepare, prepared, settings_of
-from sinklab.data.sources.synthetic import TASKS, parse, synthetic_documents
 from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
 from sinklab.train.loop import Trainer

@@ -16,7 +16,7 @@ from sinklab.errors import install_command
 from sinklab.evaluating.evaluate_model import evaluate_model
 from sinklab.evaluating.evaluation import DownstreamScores, TaskRequest, load_scores
 from sinklab.jobs import JobEvent
-from sinklab.survey.measure_many import text_hash
+from sinklab.survey.measure import text_hash
 from sinklab.train.lock import HeldError, lock_run, one_writer
 
 Made = tuple[Path, Path]
@@ -200,7 +200,7 @@ def test_a_model_that_can_read_no_answer_is_refused(made: Made, run: Run, tmp_pa
 
 
 def test_a_hub_out_of_reach_is_said_with_what_to_do(made: Made, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets  # pyright: ignore[reportMissingImports]  # comes with lm-eval
+    import datasets  # comes with lm-eval
 
     def unreachable(*_: object, **__: object) -> None:
         raise ConnectionError("Couldn't reach the Hub")

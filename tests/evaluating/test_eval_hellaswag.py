@@ -31,8 +31,8 @@ def test_the_published_form_is_cleaned_as_lm_eval_does(tmp_path: Path) -> None:
     assert item.endings[1:] == ["a person pushes.", "he runs.", "they go."]
     assert item.label == 3
     pytest.importorskip("lm_eval", reason="needs lm-eval (extra eval)")
-    from datasets import Dataset  # pyright: ignore[reportMissingImports]  # comes with lm-eval
-    from lm_eval.tasks.hellaswag.utils import process_docs  # pyright: ignore[reportMissingImports]
+    from datasets import Dataset  # comes with lm-eval
+    from lm_eval.tasks.hellaswag.utils import process_docs
 
     theirs: Any = process_docs(Dataset.from_list([ORIGINAL]))[0]
     assert (item.query, item.endings, item.label) == (theirs["query"], theirs["choices"], theirs["gold"])

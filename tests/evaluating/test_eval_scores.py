@@ -15,8 +15,8 @@ from trained_run import trained_run
 from sinklab.data.tokenizers import load_tokenizer
 from sinklab.evaluating.evaluate_model import evaluate_model
 from sinklab.evaluating.evaluation import ItemRecord, TaskRequest, TaskScores
-from sinklab.survey.measure_one import measure_model
-from sinklab.survey.request import Request
+from sinklab.measuring.options import Request
+from sinklab.survey.measure import measure_model
 from sinklab.train.run import load_run
 
 pytest.importorskip("lm_eval", reason="needs lm-eval (extra eval)")

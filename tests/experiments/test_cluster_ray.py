@@ -1,6 +1,5 @@
 """Runs of a sweep on a real Ray cluster: two nodes on this machine, and a head that trains nothing."""
 
-# pyright: reportMissingImports=false
 # It is an extra, which `dev` leaves out.
 
 import os

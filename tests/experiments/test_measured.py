@@ -28,9 +28,8 @@ from sinklab.experiments.measured import (
 )
 from sinklab.experiments.shipped import load_experiment
 from sinklab.experiments.summary import measured_numbers
-from sinklab.measuring.options import Options
-from sinklab.survey.measure_one import measure_model
-from sinklab.survey.request import Request
+from sinklab.measuring.options import Options, Request
+from sinklab.survey.measure import measure_model
 
 SMALL = {"sequences": 6, "length": 16}
 

@@ -100,8 +100,8 @@ def test_one_experiment_names_the_summary_and_it_is_read_as_it_was_written(tmp_p
 
 def test_chance_would_reproduce_one_of_32_claims_that_are_judged_seed_by_seed() -> None:
     def claims(number: int, **others: Any) -> list[JudgedClaim]:
-        asked = {"analysis": "confirmatory", "rule": "seed by seed", "verdict": "inconclusive", "seeds": 5, **others}
-        return [JudgedClaim(**asked) for _ in range(number)]
+        asked: dict[str, Any] = {"analysis": "confirmatory", "rule": "seed by seed", "verdict": "inconclusive"}
+        return [JudgedClaim(**(asked | {"seeds": 5} | others)) for _ in range(number)]
 
     others = [
         *claims(9, analysis="exploratory"),
@@ -117,8 +117,8 @@ def test_chance_would_reproduce_one_of_32_claims_that_are_judged_seed_by_seed() 
 
 def test_comparisons_whose_verdict_differs_by_mean_importance_are_counted() -> None:
     def claims(number: int, verdict: str, by_importance: str, **others: Any) -> list[JudgedClaim]:
-        asked = {"analysis": "confirmatory", "verdict": verdict, "by_importance": by_importance, "seeds": 5, **others}
-        return [JudgedClaim(**asked) for _ in range(number)]
+        asked: dict[str, Any] = {"analysis": "confirmatory", "verdict": verdict, "by_importance": by_importance}
+        return [JudgedClaim(**(asked | {"seeds": 5} | others)) for _ in range(number)]
 
     same = [
         *claims(2, "reproduced", "reproduced"),
@@ -142,7 +142,7 @@ def test_comparisons_whose_verdict_differs_by_mean_importance_are_counted() -> N
 
 def test_claims_are_counted_by_the_subject_of_their_quantity_and_the_subject_is_not_stored() -> None:
     def judged(quantity: str, verdict: str = "reproduced", **others: Any) -> JudgedClaim:
-        asked = {"analysis": "confirmatory", "rule": "seed by seed", "seeds": 5, **others}
+        asked: dict[str, Any] = {"analysis": "confirmatory", "rule": "seed by seed", "seeds": 5, **others}
         return JudgedClaim(quantity=quantity, verdict=verdict, **asked)
 
     sinks = [judged(name) for name in ("sink_1", "emergence_step", "sink_hidden_added", "streamed_gap_0")]

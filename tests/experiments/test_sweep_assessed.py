@@ -9,7 +9,7 @@ import pytest
 from conftest import Run, on_one_line
 from sweeps import write_experiment
 
-from sinklab.assessing.assessment import load_assessment
+from sinklab.assessing.assess_model import load_assessment
 from sinklab.commands import reproducing
 from sinklab.train.lock import one_writer
 

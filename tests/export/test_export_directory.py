@@ -7,6 +7,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def test_the_tokenizer_prepends_bos_as_the_run_did(
     with_bos: tuple[Path, Path], natural: tuple[Path, Path], tmp_path: Path
 ) -> None:
     for there, starts in ((with_bos[0], True), (natural[0], False)):
-        tokenizer = AutoTokenizer.from_pretrained(export_run(there, tmp_path / there.parent.name).directory)
+        tokenizer: Any = AutoTokenizer.from_pretrained(export_run(there, tmp_path / there.parent.name).directory)
         assert (tokenizer("sheep jumps").input_ids[0] == tokenizer.bos_token_id) == starts
         assert tokenizer.decode(tokenizer("sheep jumps", add_special_tokens=False).input_ids) == "sheep jumps"
         assert tokenizer.eos_token == "<|endoftext|>"

@@ -25,7 +25,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     def load(variant: str) -> tuple[Any, Any]:
         if not (folder / variant).exists():
             write_directory(shaken_run(variant, folder / "tokenizer.json"), [], folder / variant)
-        tokenizer = AutoTokenizer.from_pretrained(folder / variant)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder / variant)
         tokenizer.pad_token = tokenizer.eos_token
         model = AutoModelForCausalLM.from_pretrained(folder / variant)
         model.generation_config.pad_token_id = tokenizer.eos_token_id

@@ -21,8 +21,8 @@ from transformers.models.llama import modeling_llama
 import sinklab
 from sinklab.errors import SinklabError
 from sinklab.models.adapter import adapt
-from sinklab.models.huggingface.attention_functions import foreign_attention
-from sinklab.models.intercept import intercept
+from sinklab.models.hooks import intercept
+from sinklab.models.huggingface.interface import foreign_attention
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers as hf
@@ -11,10 +12,10 @@ from chats import MARKED
 from conftest import Run, on_one_line
 from tiny_models import TEMPLATE, chat_file, tiny_model
 
-from sinklab.data.sources.textfiles import Message
+from sinklab.data.textfiles import Message
 from sinklab.errors import InputError
-from sinklab.models.huggingface import rendering
-from sinklab.models.huggingface.rendering import render_chat
+from sinklab.models.huggingface import tokenizer_files as rendering
+from sinklab.models.huggingface.tokenizer_files import render_chat
 from sinklab.tuning.sft_dataset import DEFAULT, ChatTemplate
 
 TALK = [{"role": "user", "content": "héllo \ud800\n"}, {"role": "assistant", "content": "so"}]
@@ -38,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tokenizer(folder: Path) -> hf.PreTrainedTokenizerBase:
+def tokenizer(folder: Path) -> Any:
     return hf.AutoTokenizer.from_pretrained(folder)
 
 
@@ -85,7 +86,7 @@ def test_threads_may_render_at_the_same_time(folder: Path) -> None:
     found: dict[int, list[str]] = {}
 
     def render(number: int) -> None:
-        own = hf.AutoTokenizer.from_pretrained(folder)
+        own: Any = hf.AutoTokenizer.from_pretrained(folder)
         found[number] = [rendered(own, "{{ messages[0].content }}", [{"role": "user", "content": f"{number}"}])] * 20
 
     threads = [threading.Thread(target=render, args=(number,)) for number in range(4)]

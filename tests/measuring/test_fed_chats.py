@@ -21,10 +21,9 @@ from transformers import PreTrainedTokenizerFast
 
 from sinklab.assessing.part import AssessText
 from sinklab.errors import InputError
-from sinklab.measuring.options import Study
+from sinklab.measuring.options import Request, Study
 from sinklab.opening import Model, open_model
-from sinklab.survey.measure_one import measure_model, read_tokens
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_model, read_tokens
 
 LENGTH = 24
 backend = cache(trained_backend)

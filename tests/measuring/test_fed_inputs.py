@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.options import Request
 from sinklab.models.huggingface.loading import Loading
 from sinklab.opening import open_model
 from sinklab.survey.api import measure
-from sinklab.survey.measure_one import measure_loaded, measure_model, read_tokens
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_loaded, measure_model, read_tokens
 
 BODY = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
 ASKED = Request(sequences=4)
@@ -73,7 +73,7 @@ def test_a_chat_has_the_ids_of_its_template_with_and_without_bos(
     model = copied(base, tmp_path / "model", chat_template=bos + BODY)
     talks = [[{"role": "user", "content": doc[:300]}, {"role": "assistant", "content": doc[300:900]}] for doc in docs]
     text = written(tmp_path / "chat.jsonl", [{"messages": talk} for talk in talks])
-    theirs = PreTrainedTokenizerFast.from_pretrained(model)
+    theirs: Any = PreTrainedTokenizerFast.from_pretrained(model)
     expected = [theirs.apply_chat_template(talk, tokenize=True, return_dict=False)[:64] for talk in talks[:4]]
     assert ids_of(model, text) == expected
     assert [row[0] == 1 for row in expected] == 4 * [bool(bos)]

@@ -20,12 +20,11 @@ import sinklab
 from sinklab.commands.results import print_measurement
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options, Study
+from sinklab.measuring.options import Options, Request, Study
 from sinklab.measuring.surgery import zeroed
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
-from sinklab.survey.measure_one import measure_model
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_model
 
 ABLATED = ("mask_first:1", "mask_first:4", "no_bos", "zero_massive")
 
@@ -95,7 +94,7 @@ def test_the_loss_before_an_ablation_is_measured_again_only_for_other_targets(
     variant: str, names: list[str], passes: int
 ) -> None:
     tokens, said = own_tokens(), list[tuple[float, float]]()
-    sinklab.measure(own_model(variant), tokens, ablate=names, progress=lambda *now: said.append(now))
+    sinklab.measure(own_model(variant), tokens, ablate=names, progress=lambda done, all: said.append((done, all)))
     assert {total for _, total in said} == {passes * len(tokens)}
     assert said[-1][0] == passes * len(tokens)
 
@@ -196,7 +195,7 @@ def test_a_massive_activation_on_a_learned_sink_token_is_called_that() -> None:
 def test_an_ablation_that_had_no_effect_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from contextlib import nullcontext
 
-    monkeypatch.setattr("sinklab.measuring.surgery.ablations.masked_first_keys", lambda *_: nullcontext())
+    monkeypatch.setattr("sinklab.measuring.surgery.masked_first_keys", lambda *_: nullcontext())
     for model, tokens in ((pair_of("llama")[0], family_tokens()), (own_model("softmax"), own_tokens())):
         with pytest.raises(SinklabError, match=r"still visible to later queries in layer [12]"):
             sinklab.measure(model, tokens, ablate=["mask_first:2"])

@@ -34,7 +34,7 @@ def test_measure_takes_a_model_and_tokens(model: Any) -> None:
 
 
 def test_measure_still_holds_its_modules(model: Any) -> None:
-    from sinklab.measuring.metrics import first_to_rest
+    from sinklab.attention.importance import first_to_rest
 
     assert first_to_rest(torch.tensor([[6.0, 2.0, 4.0]])).item() == 2
     assert sinklab.measure(model, TOKENS).layers == 3

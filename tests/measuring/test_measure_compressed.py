@@ -12,7 +12,7 @@ from measure_reference import eager_reference
 
 import sinklab
 from sinklab.errors import SinklabError
-from sinklab.measuring.surgery.ablations import plan_ablation
+from sinklab.measuring.surgery import plan_ablation
 from sinklab.models.adapter import adapt
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"

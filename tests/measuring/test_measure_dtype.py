@@ -19,10 +19,10 @@ from sinklab.train.run import resolved_precision
 CPU = torch.device("cpu")
 WITHOUT_NATIVE = """
 import json, sys
-from sinklab.survey.measure_one import measure_model
+from sinklab.survey.measure import measure_model
 from sinklab.models.huggingface.loading import Loading
 from sinklab.measuring.options import Options
-from sinklab.survey.request import Request
+from sinklab.measuring.options import Request
 from sinklab.train.run import resolved_precision
 import torch
 

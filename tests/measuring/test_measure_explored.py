@@ -11,8 +11,8 @@ from families import pair_of
 from own_models import VARIANTS, attention_matrices, own_model, own_tokens
 
 from sinklab.errors import InputError
-from sinklab.measuring import explored as explored_module
-from sinklab.measuring.explored import Explored
+from sinklab.measuring import findings as explored_module
+from sinklab.measuring.findings import Explored
 from sinklab.measuring.measurement import Measurement
 from sinklab.survey.api import measure
 

@@ -9,12 +9,12 @@ from closeness import assert_close, assert_same_rates
 from families import COUNTING, FAMILIES, GROUPED, IGNORING, LENGTH, SMALL, alibi_once, family_tokens, hooks_on, pair_of
 from measure_reference import eager_reference, sink_rate_by_loops, uniform_ratio_by_loops
 
-from sinklab.attention import one_pass
+from sinklab.attention import layer_call as one_pass
 from sinklab.errors import InputError, SinklabError
-from sinklab.measuring.huggingface.probe import probe
+from sinklab.measuring.probe import probe
 from sinklab.measuring.surgery import swapped_positions
 from sinklab.models.adapter import adapt
-from sinklab.models.huggingface.anatomy import attention_layers
+from sinklab.models.families import attention_layers
 from sinklab.survey.api import measure
 
 
@@ -195,7 +195,7 @@ def test_long_logits_are_never_whole_and_the_loss_is_the_same(monkeypatch: pytes
         whole = measure(model, tokens, attention_mask=mask)
         with monkeypatch.context() as patch:
             patch.setattr(
-                "sinklab.models.huggingface.piecewise_loss.LOGITS_AT_ONCE", 64 * len(tokens) * 4
+                "sinklab.models.huggingface.gates.LOGITS_AT_ONCE", 64 * len(tokens) * 4
             )  # four positions at a time
             pieces = measure(model, tokens, attention_mask=mask)
         assert pieces.loss == pytest.approx(whole.loss, rel=1e-5)

@@ -14,8 +14,7 @@ from made_measurement import H, L, T, made_measurement
 
 import sinklab
 from sinklab.errors import InputError
-from sinklab.measuring.frames import remove_tables
-from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.measurement import Measurement, remove_tables
 
 
 def rows_of(path: Path) -> tuple[list[str], list[list[str]]]:
@@ -67,7 +66,7 @@ def test_an_unknown_table_or_chart_is_refused_with_those_there_are() -> None:
 
 
 def test_without_a_data_frame_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinklab.measuring.frames.find_spec", lambda name: None)
+    monkeypatch.setattr("sinklab.measuring.measurement.find_spec", lambda name: None)
     with pytest.raises(InputError, match="pip install pandas"):
         made_measurement().to_dataframe()
     with pytest.raises(InputError, match="pip install pyarrow"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure_reference import sink_rate_by_loops
 
-from sinklab.measuring.huggingface.probe import probe
+from sinklab.measuring.probe import probe
 from sinklab.survey.api import measure
 
 VOCABULARY, HEAD = 48, 8

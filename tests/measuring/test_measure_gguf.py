@@ -18,11 +18,10 @@ from tiny_models import TEMPLATE, chat_file, text_file
 
 import sinklab
 from sinklab.errors import InputError, install_command
-from sinklab.measuring.options import Options
+from sinklab.measuring.options import Options, Request
 from sinklab.models.huggingface import gguf as gguf_files
 from sinklab.models.huggingface.loading import Loading, load_pretrained
-from sinklab.survey.measure_one import measure_model
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_model
 from sinklab.survey.suites import compare_models, measure_domains
 
 SHAPE: dict[str, Any] = {"sequences": 4, "length": 24}

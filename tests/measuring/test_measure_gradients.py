@@ -15,12 +15,11 @@ from torch import Tensor
 
 from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options
+from sinklab.measuring.options import Options, Request
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 from sinklab.report.result_tables import layers_table
 from sinklab.survey.api import measure
-from sinklab.survey.request import Request
 
 LONG = 40  # tokens: the ratio is over the first 32
 

@@ -23,7 +23,7 @@ from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 from sinklab.report.page import write_report
 from sinklab.survey.api import measure, sink_numbers
-from sinklab.survey.measure_many import Outcome
+from sinklab.survey.measure import Outcome
 from sinklab.survey.suites import Survey
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import build_recipe

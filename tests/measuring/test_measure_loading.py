@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from sinklab.device import pick_device
 from sinklab.errors import InputError
-from sinklab.measuring.options import Options
+from sinklab.measuring.options import Options, Request
 from sinklab.models.huggingface.loading import check_config, load_pretrained, pick_dtype
-from sinklab.survey.measure_one import measure_model
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_model
 
 
 @pytest.fixture

@@ -150,5 +150,5 @@ def test_no_batch_is_counted_in_part_if_the_memory_runs_out_in_the_sums(
 
 def test_one_long_sequence_shows_progress_after_every_block(model: Any) -> None:
     done: list[tuple[float, int]] = []
-    sinklab.measure(model, TOKENS[:1], progress=lambda *at: done.append(at))
+    sinklab.measure(model, TOKENS[:1], progress=lambda read, all: done.append((read, all)))
     assert done == [(0.25, 1), (0.5, 1), (0.75, 1), (1, 1)]  # three blocks, and the head

@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure_reference import importance_by_loops, sink_rate_by_loops, uniform_ratio_by_loops
 
-from sinklab.attention.importance import importance_from_sums
+from sinklab.attention.importance import first_to_rest, importance_from_sums
 from sinklab.attention.masks import real_tokens
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.accumulate import Accumulator
-from sinklab.measuring.metrics import first_to_rest
 from sinklab.measuring.records import Batch
 
 SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.integers(1, 6))

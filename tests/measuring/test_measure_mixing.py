@@ -15,15 +15,14 @@ from own_models import own_model, own_tokens
 from tiny_models import tiny_model
 
 from sinklab.errors import InputError
+from sinklab.measuring.driver import measure_with_study
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options, Study
-from sinklab.measuring.surgery.changes import measure_mixing
-from sinklab.measuring.surgery.study import measure_with_study
+from sinklab.measuring.options import Options, Request, Study
+from sinklab.measuring.surgery import measure_mixing
 from sinklab.models.adapter import adapt
 from sinklab.report.collect import collect
 from sinklab.report.figures import figures
 from sinklab.survey.api import measure
-from sinklab.survey.request import Request
 
 POSITION = 4
 LEFT = ["llama", "gpt2", "gpt-oss, sinks and window 5", "bloom", "olmo2"]

@@ -53,7 +53,9 @@ def test_raw_row_sums_are_reported_where_rows_do_not_sum_to_one(tmp_path: Path) 
         assert measured.row_sums is not None
         assert_close(measured.row_sums[layer], expected)
     measured.save(tmp_path)
-    assert (Measurement.load(tmp_path).row_sums == measured.row_sums).all()
+    saved = Measurement.load(tmp_path).row_sums
+    assert saved is not None
+    assert (saved == measured.row_sums).all()
     assert measure(own_model("softmax"), tokens).row_sums is None
 
 
@@ -133,7 +135,7 @@ def test_the_model_is_left_as_it_was_found_also_after_an_exception() -> None:
 
 def test_progress_is_told_after_every_batch() -> None:
     steps: list[tuple[float, int]] = []
-    measure(own_model("softmax"), own_tokens(), batch_size=2, progress=lambda *at: steps.append(at))
+    measure(own_model("softmax"), own_tokens(), batch_size=2, progress=lambda read, all: steps.append((read, all)))
     assert [at for at in steps if at[0] in range(6)] == [(2, 5), (4, 5), (5, 5)]
 
 

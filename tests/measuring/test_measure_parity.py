@@ -109,7 +109,7 @@ def test_sinks_that_take_no_more_than_rounding_are_not_missed() -> None:
 
 
 def test_where_logits_alone_differ_a_model_with_experts_is_told_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    one_layer = {**GROUPED, "num_hidden_layers": 1}
+    one_layer: dict[str, Any] = {**GROUPED, "num_hidden_layers": 1}
     model = hf.AutoModelForCausalLM.from_config(hf.MixtralConfig(**one_layer, num_local_experts=4)).eval()
     exact = AttentionInterface._global_mapping["sdpa"]
 

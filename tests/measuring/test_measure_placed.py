@@ -12,11 +12,10 @@ from closeness import assert_same_rates
 
 import sinklab
 from sinklab.errors import InputError
-from sinklab.measuring.options import Options
+from sinklab.measuring.options import Options, Request
 from sinklab.model.huggingface import SinklabConfig, SinklabForCausalLM
 from sinklab.models.huggingface.loading import Loading
-from sinklab.survey.measure_one import measure_model
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_model
 
 TOKENS = torch.randint(3, 64, (6, 12), generator=torch.Generator().manual_seed(1))
 FAMILIES: dict[str, Any] = {
@@ -62,7 +61,8 @@ def test_a_checkpoint_that_is_quantised_is_loaded_as_it_is_and_the_result_says_s
     folder = str(data_dir / "models" / "TinyStories-656K")
     config = hf.TorchAoConfig(configs.Int8WeightOnlyConfig())
     hf.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config).save_pretrained(tmp_path)
-    hf.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    tokenizer: Any = hf.AutoTokenizer.from_pretrained(folder)
+    tokenizer.save_pretrained(tmp_path)
     request = Request(options=Options(inputs="random"), sequences=3, length=16)
     rough = measure_model(str(tmp_path), None, request)
     exact = measure_model(folder, None, request)

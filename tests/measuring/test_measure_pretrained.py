@@ -11,14 +11,13 @@ from closeness import assert_close, assert_same_rates
 from measure_reference import Reference, eager_reference
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from sinklab.measuring.huggingface.probe import probe
 from sinklab.measuring.inputs import natural_text, token_rows
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options
+from sinklab.measuring.options import Options, Request
+from sinklab.measuring.probe import probe
 from sinklab.opening import open_model
 from sinklab.survey.api import measure
-from sinklab.survey.measure_one import measure_model
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_model
 
 EPS = 0.2  # at which some of this small model's heads are above and some below
 SEQUENCES, LENGTH = 12, 32

@@ -16,13 +16,12 @@ import sinklab
 from sinklab.commands.results import print_measurement
 from sinklab.errors import InputError
 from sinklab.measuring.inputs import repeated_tokens
-from sinklab.measuring.options import Options
-from sinklab.measuring.surgery.propositions import check_propositions, softmax_of_distances
+from sinklab.measuring.options import Options, Request
+from sinklab.measuring.propositions import check_propositions, softmax_of_distances
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import adapt
-from sinklab.survey.measure_one import measure_model
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_model
 
 NUMBERS = {"none": 1, "relative": 2, "t5": 2, "alibi": 3, "rotary": 4, "absolute": None, "learnable": None}
 HUGGING_FACE = {
@@ -137,7 +136,7 @@ def test_a_coarse_model_is_checked_in_float32_and_left_as_it_was(kind: str, dtyp
 
 def test_what_a_coarse_precision_shows_beyond_its_rounding_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _deep().bfloat16()
-    monkeypatch.setattr("sinklab.measuring.surgery.propositions.free_bytes", lambda device: 0)  # no room for float32
+    monkeypatch.setattr("sinklab.measuring.propositions.free_bytes", lambda device: 0)  # no room for float32
     found = check_propositions(adapt(model), [3, 17], length=40)
     assert (found.dtype, found.holds) == ("bfloat16", None)
     assert found.hidden_deviation > found.tolerance

@@ -98,21 +98,21 @@ def test_pickles_in_the_array_file_are_not_loaded(tmp_path: Path) -> None:
 
 def test_a_single_sequence_is_counted_in_the_singular() -> None:
     out, one = StringIO(), made_measurement().model_copy(update={"sequences": 1})
-    print_measurement(one, Console(file=out, width=110))
+    print_measurement(one, Console(file=out, width=110), full=True)
     assert f"1 sequence of {T} tokens" in out.getvalue()
     assert f"1 sequence of {T} tokens" in html(one)
 
 
 def test_the_title_names_the_revision_in_the_terminal_and_the_notebook() -> None:
     out, one = StringIO(), made_measurement().model_copy(update={"model": "tiny", "revision": "step3"})
-    print_measurement(one, Console(file=out, width=110))
+    print_measurement(one, Console(file=out, width=110), full=True)
     assert "tiny at step3: " in out.getvalue()
     assert "tiny at step3: " in html(one)
 
 
 def test_the_terminal_shows_the_first_positions_the_bias_and_every_layer() -> None:
     out = StringIO()
-    print_measurement(made_measurement(bias=True, name="[red]odd[/red]"), Console(file=out, width=110))
+    print_measurement(made_measurement(bias=True, name="[red]odd[/red]"), Console(file=out, width=110), full=True)
     shown = out.getvalue()
     assert "[red]odd[/red]" in shown
     assert "bias" in shown
@@ -120,3 +120,10 @@ def test_the_terminal_shows_the_first_positions_the_bias_and_every_layer() -> No
     assert "times uniform" in shown
     assert f"{made_measurement().uniform_ratio[0]:.2f}" in shown
     assert all(re.search(rf"^ +{layer + 1} +0\.\d{{3}} ", shown, re.MULTILINE) for layer in range(L))
+
+
+def test_print_shows_the_conclusion_and_six_numbers_of_the_first_token() -> None:
+    lines = str(made_measurement(bias=True)).splitlines()
+    assert len(lines) <= 20
+    assert max(map(len, lines)) <= 100
+    assert any(line.split()[:3] == ["Sink₁", f"{made_measurement(bias=True).sink_rate[0]:.1f}", "%"] for line in lines)

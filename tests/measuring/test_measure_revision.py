@@ -15,10 +15,9 @@ from tiny_models import tiny_model
 
 from sinklab.commands import app
 from sinklab.errors import InputError
-from sinklab.measuring.options import Options
+from sinklab.measuring.options import Options, Request
 from sinklab.models.huggingface.loading import Loading
-from sinklab.survey.measure_one import measure_model
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_model
 from sinklab.survey.suites import compare_models
 
 NAME = "nobody/tiny"

@@ -11,18 +11,17 @@ from rich.console import Console
 from trained_run import LENGTH, trained_run
 
 from sinklab.commands.results import print_measurement
-from sinklab.data.sources.corpora import documents
+from sinklab.data.corpora import documents
 from sinklab.data.tokenizers import load_tokenizer
 from sinklab.errors import InputError
 from sinklab.measuring.inputs import random_tokens, repeated_tokens
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Inputs, Options
+from sinklab.measuring.options import Inputs, Options, Request
 from sinklab.opening import open_model
+from sinklab.report.cells import progress_of
 from sinklab.report.collect import collect
-from sinklab.report.result_tables import progress_of
 from sinklab.survey.api import measure
-from sinklab.survey.measure_one import measure_model, read_tokens
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_model, read_tokens
 from sinklab.train.run import load_run
 
 
@@ -125,7 +124,7 @@ def test_the_step_of_an_unfinished_run_is_recorded_and_said(tmp_path: Path) -> N
     assert Measurement.load(tmp_path / "early").document() == early.document()
     assert early.document()["step"] == 1
     console = io.StringIO()
-    print_measurement(early, Console(file=console, width=400))
+    print_measurement(early, Console(file=console, width=400), full=True)
     assert "step 1 of 2,200, no BOS" in console.getvalue()
     data = collect([tmp_path / "early"])
     assert progress_of(data.runs) == "(step 1 of 2,200)"

@@ -20,8 +20,8 @@ from own_models import VARIANTS, own_model, own_tokens
 from sinklab.attention import masks
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring import driver
-from sinklab.measuring.huggingface.probe import probe
 from sinklab.measuring.options import Options
+from sinklab.measuring.probe import probe
 from sinklab.measuring.surgery import masked_first_keys, replaced_position, swapped_positions, zeroed
 from sinklab.model.config import ModelConfig
 from sinklab.model.huggingface import SinklabConfig, SinklabForCausalLM

@@ -82,7 +82,7 @@ def test_threads_that_measure_different_models_do_not_disturb_each_other() -> No
 
 
 def test_a_model_trains_as_alone_while_others_are_measured() -> None:
-    jobs = [
+    jobs: list[Callable[[], Any]] = [
         _trained("llama"),
         _measured(pair_of("llama")[0], family_tokens()),
         _measured(own_model("softmax"), own_tokens()),

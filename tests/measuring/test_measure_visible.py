@@ -297,7 +297,7 @@ def test_the_files_and_the_terminal_have_both_numbers(tmp_path: Path) -> None:
         np.testing.assert_array_equal(arrays["importance_visible"], np.asarray(measured.importance_visible))
     assert Measurement.load(tmp_path).document() == measured.document()
     out = StringIO()
-    print_measurement(measured, Console(file=out, width=100))
+    print_measurement(measured, Console(file=out, width=100), full=True)
     shown = out.getvalue()
     assert measured.sink_rate_visible is not None
     assert "queries that see it" in shown

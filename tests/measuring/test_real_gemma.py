@@ -17,10 +17,10 @@ from torch import Tensor
 
 import sinklab
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.options import Request
 from sinklab.models.huggingface.gguf import read_header
 from sinklab.opening import Model, open_model
-from sinklab.survey.measure_one import measure_loaded, measure_model, read_tokens
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_loaded, measure_model, read_tokens
 
 pytestmark = pytest.mark.real
 SEQUENCES, LENGTH, LAYERS, HEADS = 10, 64, 18, 4

@@ -15,10 +15,9 @@ from torch import Tensor
 
 import sinklab
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options, Study
+from sinklab.measuring.options import Options, Request, Study
 from sinklab.opening import Model, open_model
-from sinklab.survey.measure_one import measure_model, read_tokens
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_model, read_tokens
 
 pytestmark = pytest.mark.real
 SEQUENCES, LENGTH = 100, 64

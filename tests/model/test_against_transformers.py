@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
-from sinklab.attention.core import AttentionCore
+from sinklab.attention.layer_call import AttentionCore
 from sinklab.model.llama import llama_sizes, llama_weights
 from sinklab.model.position import rotary_tables, rotate
 from sinklab.model.transformer import Transformer
@@ -134,8 +134,8 @@ def test_differential_attention_equals_diffllamas() -> None:
     """A whole model of it: every head a pair of half-heads, each rotated by itself, and lambda by depth."""
     ours = Transformer(recipe(layers=3, attention={"operation": {"kind": "differential"}}).model, seed=3).eval()
     plain = Transformer(recipe(layers=3).model)
-    halves = {"num_attention_heads": 2 * H, "num_key_value_heads": 2 * G, "head_dim": D // 2}
-    theirs = DiffLlamaForCausalLM(DiffLlamaConfig(**{**llama_sizes(plain.config), **halves})).eval()
+    halves: dict[str, Any] = {"num_attention_heads": 2 * H, "num_key_value_heads": 2 * G, "head_dim": D // 2}
+    theirs = DiffLlamaForCausalLM(DiffLlamaConfig(**(llama_sizes(plain.config) | halves))).eval()
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             parameter.mul_(4 if ".learned." in name or ".qkv." in name else 1)

@@ -14,9 +14,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCa
 
 from sinklab.attention.config import examples_of
 from sinklab.errors import InputError
-from sinklab.model.gate import LatentHeads
 from sinklab.model.llama import differences
 from sinklab.model.transformer import Transformer
+from sinklab.model.values import LatentHeads
 from sinklab.survey.api import measure
 from sinklab.train.recipe import build_recipe, load_recipe
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from sinklab.data.prepare import prepared
 from sinklab.model.block import Attention, LayerInputs
-from sinklab.model.gate import OutputGating, ValueGating, ValueScaling
 from sinklab.model.norm import DynamicTanh, RmsNorm
 from sinklab.model.position import rotary_tables, rotate
 from sinklab.model.transformer import Transformer
+from sinklab.model.values import OutputGating, ValueGating, ValueScaling
 from sinklab.survey.api import measure
 from sinklab.train.recipe import Recipe, build_recipe, load_recipe
 from sinklab.train.run import open_run

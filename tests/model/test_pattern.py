@@ -14,11 +14,11 @@ from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import MiMoV2Flash
 from sinklab.assessing.parts.streaming import RollingCache
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError
-from sinklab.measuring.surgery.propositions import check_propositions
+from sinklab.measuring.propositions import check_propositions
 from sinklab.model.llama import llama_weights
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import adapt
-from sinklab.models.intercept import intercept
+from sinklab.models.hooks import intercept
 from sinklab.survey.api import measure
 from sinklab.train.planning import model_flops
 from sinklab.train.recipe import Recipe, build_recipe, load_recipe

@@ -8,7 +8,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.models.t5.configuration_t5 import T5Config
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from sinklab.attention.core import AttentionCore
+from sinklab.attention.layer_call import AttentionCore
 from sinklab.attention.primitive import attend
 from sinklab.attention.query_blocks import ScoreMatrix
 from sinklab.errors import InputError

@@ -292,7 +292,7 @@ def llama(ours: Transformer) -> LlamaForCausalLM:
     plain = transformer(position={"kind": "rotary", "theta": THETA})
     plain.load_state_dict(ours.state_dict())
     theirs = (
-        LlamaForCausalLM(LlamaConfig(**{**llama_sizes(plain.config), "attn_implementation": "sdpa"})).double().eval()
+        LlamaForCausalLM(LlamaConfig(**(llama_sizes(plain.config) | {"attn_implementation": "sdpa"}))).double().eval()
     )
     theirs.load_state_dict(llama_weights(plain))
     for name, module in list(theirs.named_modules()):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import sinklab
 from sinklab.errors import InputError
-from sinklab.measuring.surgery.changes import zeroed
+from sinklab.measuring.surgery import zeroed
 from sinklab.model.transformer import Transformer
 from sinklab.train.recipe import build_recipe
 

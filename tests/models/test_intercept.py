@@ -17,8 +17,7 @@ from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import SinklabError
 from sinklab.measuring.surgery import masked_first_keys
 from sinklab.models.adapter import Adapter, adapt
-from sinklab.models.hooks import evaluating
-from sinklab.models.intercept import intercept
+from sinklab.models.hooks import evaluating, intercept
 
 EDIT = RollingCache(4, 0, in_cache=False)
 

@@ -14,8 +14,8 @@ from sinklab import opening
 from sinklab.assessing.assess_model import assess
 from sinklab.assessing.settings import AssessOptions
 from sinklab.errors import InputError
+from sinklab.measuring.options import Request
 from sinklab.opening import model_files
-from sinklab.survey.request import Request
 from sinklab.survey.suites import measure_domains
 
 HEADS = AssessOptions(parts=("heads",), sequences=2, length=16)

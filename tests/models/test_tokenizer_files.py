@@ -11,10 +11,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config
 
 from sinklab.errors import InputError
+from sinklab.measuring.options import Request
 from sinklab.models.huggingface.loading import Loading, load_pretrained
 from sinklab.opening import open_model
-from sinklab.survey.measure_one import read_tokens
-from sinklab.survey.request import Request
+from sinklab.survey.measure import read_tokens
 
 SPECIAL = ["<|bos|>", "<|eos|>"]
 TEXT = "We need to add 9 and 650841823, in 2023: café **bold** naïve.\n\n" * 3
@@ -68,7 +68,7 @@ def test_the_ids_are_those_of_tokenizer_json_with_a_note_if_transformers_has_oth
     folder = model_with(tmp_path / "model", filed, kind, tokenizer_class)
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
     expected = filed.encode(TEXT, add_special_tokens=False).ids[:24]
-    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
     try:
         differs = theirs(TEXT, add_special_tokens=False)["input_ids"][:24] != expected
     except Exception:  # as the tokenizer of Gemma, without <unk>
@@ -94,14 +94,15 @@ def test_a_tokenizer_that_transformers_rebuilds_alike_has_no_note(tmp_path: Path
     tokenizer = byte_level(QWEN)
     tokenizer.add_special_tokens(["<|endoftext|>"])
     folder = model_with(tmp_path / "model", tokenizer, Qwen2Config, "Qwen2Tokenizer")
-    AutoTokenizer.from_pretrained(folder).save_pretrained(folder)  # with its normalizer
+    rebuilt: Any = AutoTokenizer.from_pretrained(folder)
+    rebuilt.save_pretrained(folder)  # with its normalizer
     assert open_model(str(folder)).notes == ()
 
 
 def test_the_tokenizer_of_transformers_is_used_if_requested(tmp_path: Path) -> None:
     folder = model_with(tmp_path / "model", byte_level(r"\p{N}{1,3}"), Qwen2Config, "Qwen2Tokenizer", rows=500)
     loaded = load_pretrained(str(folder), Loading(tokenizer="transformers"))
-    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
     assert type(loaded.tokenizer) is type(theirs)
     assert loaded.tokenizer(TEXT)["input_ids"] == theirs(TEXT)["input_ids"]
     assert loaded.notes == []

@@ -20,7 +20,7 @@ from sinklab.files import write_json
 from sinklab.measuring.measurement import Measurement
 from sinklab.report.page import write_report
 from sinklab.survey.api import measure
-from sinklab.survey.measure_many import Outcome
+from sinklab.survey.measure import Outcome
 from sinklab.survey.suites import Survey
 
 pytestmark = pytest.mark.browser

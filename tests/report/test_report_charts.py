@@ -15,13 +15,13 @@ from table_texts import table_texts
 from sinklab.errors import InputError
 from sinklab.report import charts
 from sinklab.report import html as theme
+from sinklab.report.cells import cells_table
 from sinklab.report.charts import OUTLINE, ColourScale, Figure, heatmap, pooled
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun
 from sinklab.report.figures import figures
 from sinklab.report.measurement_figures import uniform_importance
 from sinklab.report.page import export_charts
-from sinklab.report.result_tables import cells_table
 from sinklab.tables import PlotAxis
 
 

@@ -15,9 +15,9 @@ from sinklab.experiments.definition import Experiment
 from sinklab.experiments.documents import RunRecord
 from sinklab.experiments.measured import measure_experiment
 from sinklab.measuring.measurement import Measurement
+from sinklab.report.cells import cells_table, headline, spread_over_seeds
 from sinklab.report.collect import collect
 from sinklab.report.figures import figures
-from sinklab.report.result_tables import cells_table, headline, spread_over_seeds
 
 
 def test_a_lab_directory_gives_its_cells_in_the_order_of_its_summary(tmp_path: Path) -> None:

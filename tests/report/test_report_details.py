@@ -175,7 +175,7 @@ def test_the_explored_importance_has_four_decimals() -> None:
 
 def test_the_terminal_shows_the_details(measured: Measurement) -> None:
     out = StringIO()
-    print_measurement(measured, Console(file=out, width=120))
+    print_measurement(measured, Console(file=out, width=120), full=True)
     details = measured.details
     assert details is not None
     first, rest = (details.by_layer[name] for name in ("cosine_first", "cosine_rest"))

@@ -6,9 +6,9 @@ import pytest
 from report_fixtures import make_measurement, make_run
 from table_texts import table_texts
 
+from sinklab.report.cells import cells_table, headline, spread_over_seeds
 from sinklab.report.collect import collect
 from sinklab.report.data import recipe_changes
-from sinklab.report.result_tables import cells_table, headline, spread_over_seeds
 from sinklab.train.recipe import Recipe, load_recipe
 
 RESOLVED = ["model.vocab_size=1024"]

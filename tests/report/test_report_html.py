@@ -184,7 +184,7 @@ def test_a_directory_without_runs_leaves_no_report_behind(tmp_path: Path) -> Non
 def test_reading_and_the_terminal_work_without_the_chart_libraries() -> None:
     program = (
         "import sys; sys.modules['altair'] = sys.modules['vl_convert'] = None\n"
-        "import sinklab, sinklab.report, sinklab.report.collect, sinklab.report.result_tables\n"
+        "import sinklab, sinklab.report, sinklab.report.collect, sinklab.report.cells\n"
         "import sinklab.commands.results\n"
         "import importlib.util\n"
         "if importlib.util.find_spec('sinklab.commands.app'): import sinklab.commands.app\n"

@@ -14,9 +14,9 @@ from sweep_fixtures import make_sweep
 from sinklab.commands.results import print_report, print_runs, print_summary
 from sinklab.commands.terminal import describe
 from sinklab.experiments.documents import CellSummary, Summary
-from sinklab.measuring.statistics.highest import highest_rate, later_sink
 from sinklab.report.collect import ListedRun, collect
 from sinklab.report.sections import experiment_sections, leaderboard
+from sinklab.tables import highest_rate, later_sink
 
 MOVED: list[float | None] = [0.4, 76.8, 3.0, 0.0, 0.0, 100.0]
 SAID = "76.8 % at position 2"

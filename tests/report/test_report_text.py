@@ -11,12 +11,12 @@ from sweep_fixtures import CELLS, EXPERIMENTS, MadeCell, make_sweep
 from test_report_html import Page
 
 from sinklab.measuring.measurement import Measurement
+from sinklab.report.cells import headline
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData
 from sinklab.report.packing import pack_sweep
 from sinklab.report.page import write_report
-from sinklab.report.result_tables import headline
-from sinklab.survey.measure_many import Outcome
+from sinklab.survey.measure import Outcome
 from sinklab.survey.suites import Survey
 
 ONE = {"table_4": EXPERIMENTS["table_4"]}

@@ -9,8 +9,7 @@ from sinklab.assessing.reading import PartInput, Passes
 from sinklab.assessing.settings import AssessSettings
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
-from sinklab.models.adapter import Adapter
-from sinklab.models.native import NativeAdapter
+from sinklab.models.adapter import Adapter, NativeAdapter
 
 VOCABULARY, CONTEXT = 24, 32
 
@@ -50,8 +49,8 @@ def some_tokens(sequences: int = 2, length: int = 20, vocabulary: int = VOCABULA
 
 def part_settings(**options: Any) -> AssessSettings:
     """Settings of a part that is given its sequences, so that their numbers and lengths are not used."""
-    unused = {"sequences": 1, "length": 8, "stream_sequences": 1, "stream_length": 8, "long_length": None}
-    return AssessSettings(**{**unused, "positions": "cache", **options})
+    unused: dict[str, Any] = {"sequences": 1, "length": 8, "stream_sequences": 1, "stream_length": 8}
+    return AssessSettings(**(unused | {"long_length": None, "positions": "cache"} | options))
 
 
 def run_part(

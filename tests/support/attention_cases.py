@@ -1,6 +1,5 @@
 """Every operation, bias, mask, softcap and position of the attention side, and cores made of them, for the tests."""
 
-import itertools
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 from sinklab.attention.config import AttentionConfig, examples_of
 from sinklab.attention.config import Choice as ChoiceName
-from sinklab.attention.core import AttentionCore
+from sinklab.attention.layer_call import AttentionCore
 from sinklab.attention.scores import Score
 
 Choice = dict[str, Any]
@@ -201,7 +200,3 @@ def close(ours: Tensor, theirs: Tensor, tolerance: float) -> None:
     """Equal within `tolerance`, relative to the largest entry where that is above one."""
     size = max(1.0, theirs.detach().abs().max().item()) if theirs.numel() else 1.0
     torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * size, check_dtype=False)
-
-
-ALL = list(itertools.product(OPERATIONS, BIASES, MASKS, (None, 3.0), POSITIONS))
-LEGAL = [case for case in ALL if legal(*case)]

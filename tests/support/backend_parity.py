@@ -6,8 +6,8 @@ to the sink logit. The reference is the model's eager attention. Dividing the ea
 sink logits, which reproduces a backend that ignores them.
 
 A backend that transformers does not support for a model (`_supports_sdpa = False`), that is not installed or that fails
-is reported as unavailable, with the reason. The attention with which sinklab measures (call_records.py; one_pass.py on
-a CPU) is also compared; it shows which of two differing backends follows the formula.
+is reported as unavailable, with the reason. The attention with which sinklab measures (pretrained_records.py;
+`one_pass` on a CPU) is also compared; it shows which of two differing backends follows the formula.
 """
 
 import sys
@@ -23,10 +23,9 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from sinklab.attention.importance import importance_from_sums
 from sinklab.errors import InputError, cause
-from sinklab.measuring.huggingface.call_records import call_records
-from sinklab.models.families import EXPERT_COUNTS, text_config
+from sinklab.measuring.pretrained_records import call_records
+from sinklab.models.families import EXPERT_COUNTS, attention_implementation, text_config
 from sinklab.models.hooks import evaluating
-from sinklab.models.huggingface.anatomy import attention_implementation
 from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 from sinklab.schema import Part
 

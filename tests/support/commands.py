@@ -173,8 +173,7 @@ def _body(command: Command) -> None:
 
 @contextlib.contextmanager
 def _counting(command: Command) -> Iterator[None]:
-    from sinklab.data.building import Builder
-    from sinklab.data.prepare import _write_shards
+    from sinklab.data.prepare import Builder, _write_shards
     from sinklab.train.checkpoint import save_checkpoint
     from sinklab.train.loop import Trainer
     from sinklab.train.update import Updater

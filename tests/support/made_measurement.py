@@ -2,8 +2,7 @@
 
 import torch
 
-from sinklab.measuring.accumulate import Accumulator, measurement_from
-from sinklab.measuring.batches import Cost
+from sinklab.measuring.accumulate import Accumulator, Cost, measurement_from
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
 from sinklab.measuring.records import Batch

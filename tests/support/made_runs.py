@@ -1,6 +1,7 @@
 """Runs of an experiment that nobody trained: their numbers are made up, so that the verdict on them is known."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sinklab.experiments.definition import Experiment, Scale
 from sinklab.experiments.documents import CellRun, CellSummary, JudgedClaim
@@ -89,10 +90,10 @@ def experiment_of(
 
 
 def judged(
-    *checks: Mapping[str, object], results: Mapping[str, CellSummary], scale: Scale = "tiny", **more: object
+    *checks: Mapping[str, Any], results: Mapping[str, CellSummary], scale: Scale = "tiny", **more: object
 ) -> list[JudgedClaim]:
     """The claims of these checks, judged by these runs."""
-    parts = [part for check in checks for part in (check["of"] if check["is"] == "all" else [check])]  # type: ignore[union-attr]
+    parts = [part for check in checks for part in (check["of"] if check["is"] == "all" else [check])]
     named = [str(value) for check in parts for key, value in check.items() if key in ("cell", "than", "to")]
     named += [cell for check in parts for key in ("of", "over") for cell in check.get(key, ())]
     cells = list(dict.fromkeys([*results, *named]))

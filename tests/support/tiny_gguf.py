@@ -32,7 +32,7 @@ def needed() -> Any:
 
 def llama(folder: Path, *, bos: bool = False, template: str = "") -> Path:
     """A directory with a Llama of 2 layers, whose tokenizer may put <s> first and have a chat template."""
-    tokenizer = hf.AutoTokenizer.from_pretrained(tiny_model(folder, bos=bos, template=template))
+    tokenizer: Any = hf.AutoTokenizer.from_pretrained(tiny_model(folder, bos=bos, template=template))
     config = hf.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=WIDTH,
@@ -113,7 +113,7 @@ def _interleaved(array: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _add_tokenizer(writer: Any, model: Path) -> None:
-    tokenizer = hf.AutoTokenizer.from_pretrained(model)
+    tokenizer: Any = hf.AutoTokenizer.from_pretrained(model)
     words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
     merges = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["model"]["merges"]
     writer.add_tokenizer_model("gpt2")

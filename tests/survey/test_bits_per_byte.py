@@ -4,6 +4,7 @@ import io
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import sinklab
 from sinklab.commands.results import print_measurement
-from sinklab.data.tokenizers import UNKNOWN, spelling
+from sinklab.measuring.inputs import UNKNOWN, spelling
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options
+from sinklab.measuring.options import Options, Request
 from sinklab.report.page import write_report
-from sinklab.survey.measure_one import measure_model
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_model
 from sinklab.survey.suites import compare_models, compared_rows
 
 SMALL = Request(sequences=4, length=16)
@@ -36,7 +36,8 @@ def jsonl(path: Path, *texts: str) -> Path:
 
 def bits_by_hand(folder: Path, texts: list[str], *, bos: bool) -> float:
     """-log2 p of every predicted token over the bytes that it stands for; token by token, from its own string."""
-    model, tokenizer = hf.AutoModelForCausalLM.from_pretrained(folder), hf.AutoTokenizer.from_pretrained(folder)
+    model = hf.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer: Any = hf.AutoTokenizer.from_pretrained(folder)
     alphabet = {v: k for k, v in bytes_to_unicode().items()}
     bits, size = 0.0, 0
     for text in texts:
@@ -63,8 +64,8 @@ def test_it_is_the_negative_log2_likelihood_over_the_bytes_of_what_was_predicted
 
 
 def test_the_bytes_of_all_tokens_are_those_of_the_text_wherever_it_is_cut(tmp_path: Path, data_dir: Path) -> None:
-    plain = hf.AutoTokenizer.from_pretrained(tiny_model(tmp_path / "model"))
-    pieces = hf.AutoTokenizer.from_pretrained(data_dir / "models" / "TinyStories-656K")  # writes a space in front
+    plain: Any = hf.AutoTokenizer.from_pretrained(tiny_model(tmp_path / "model"))
+    pieces: Any = hf.AutoTokenizer.from_pretrained(data_dir / "models" / "TinyStories-656K")  # writes a space in front
     for tokenizer, text in ((plain, MANY_BYTES * 2), (plain, " a  b\n"), (pieces, "One day, Lily"), (pieces, " a\nb ")):
         found = spelled(tokenizer)(text)
         assert list(found.ids) == tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -85,7 +86,7 @@ def test_spaces_that_a_tokenizer_adds_after_special_tokens_are_no_text() -> None
 
 
 def test_from_where_a_tokenizer_leaves_something_out_nothing_is_claimed(data_dir: Path) -> None:
-    pieces = hf.AutoTokenizer.from_pretrained(data_dir / "models" / "TinyStories-656K")  # has no asterisk
+    pieces: Any = hf.AutoTokenizer.from_pretrained(data_dir / "models" / "TinyStories-656K")  # has no asterisk
     sizes = list(spelled(pieces)("Lily 3*i and more").sizes)
     first = sizes.index(UNKNOWN)
     assert sum(sizes[:first]) == len("Lily 3")
@@ -150,7 +151,7 @@ def test_a_run_has_them_of_its_own_tokens_and_none_where_the_recipe_replaces_som
 def test_losses_of_different_tokenizers_have_no_difference_and_bits_per_byte_have(tmp_path: Path) -> None:
     text = text_file(tmp_path / "text.jsonl")
     base, more = tiny_model(tmp_path / "base"), tiny_model(tmp_path / "more", seed=1)
-    tokenizer = hf.AutoTokenizer.from_pretrained(more)
+    tokenizer: Any = hf.AutoTokenizer.from_pretrained(more)
     tokenizer.add_tokens(["<|tool|>"], special_tokens=True)  # as chat models have
     tokenizer.save_pretrained(more)
     model = hf.AutoModelForCausalLM.from_pretrained(more)
@@ -166,7 +167,7 @@ def test_losses_of_different_tokenizers_have_no_difference_and_bits_per_byte_hav
     for name, measured in found.outcome.measured.items():
         assert Measurement.load(tmp_path / "out" / name).bits_per_byte == measured.bits_per_byte is not None
     shown = io.StringIO()
-    print_measurement(found.outcome.measured["base"], Console(file=shown, width=120))
+    print_measurement(found.outcome.measured["base"], Console(file=shown, width=120), full=True)
     assert f"{found.outcome.measured['base'].bits_per_byte:.4f} bits/byte" in shown.getvalue()
     assert "Bits per byte" in write_report([tmp_path / "out"]).read_text(encoding="utf-8")
 

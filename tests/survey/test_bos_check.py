@@ -4,6 +4,7 @@ import json
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,8 @@ import transformers as hf
 from conftest import Run, on_one_line
 from tiny_models import tiny_model
 
-from sinklab.measuring.options import Options
-from sinklab.survey.measure_one import measure_model
-from sinklab.survey.request import Request
+from sinklab.measuring.options import Options, Request
+from sinklab.survey.measure import measure_model
 
 ASKED = Request(sequences=8, length=16)
 NEEDS = "the model needs its BOS"
@@ -28,7 +28,7 @@ def doubled_digits(seed: int) -> str:
 def trained(folder: Path, bos: bool) -> Path:
     """A model trained a little on doubled digits, with <s> in front or without; its tokenizer adds none."""
     tiny_model(folder)
-    tokenizer = hf.AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = hf.AutoTokenizer.from_pretrained(folder)
     model = hf.AutoModelForCausalLM.from_pretrained(folder).train()
     rows = [[*[1] * bos, *tokenizer(doubled_digits(seed))["input_ids"]][:20] for seed in range(1000, 3000)]
     tokens_NT = torch.tensor(rows)

@@ -12,8 +12,8 @@ from trained_run import trained_run
 
 import sinklab
 from sinklab.errors import InputError
-from sinklab.survey.measure_one import measure_model
-from sinklab.survey.request import Request
+from sinklab.measuring.options import Request
+from sinklab.survey.measure import measure_model
 from sinklab.train.run import load_run
 
 
@@ -40,7 +40,8 @@ def test_a_name_a_model_in_memory_and_the_command_give_the_same_result(tmp_path:
 
 def test_a_text_gives_the_bits_of_its_tokens(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model", bos=True)
-    model, tokenizer = hf.AutoModelForCausalLM.from_pretrained(folder), hf.AutoTokenizer.from_pretrained(folder)
+    model = hf.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer: Any = hf.AutoTokenizer.from_pretrained(folder)
     documents = ["red cat old dog big hat wet sea " * 3, "big sky wet cat red sea old hat " * 3]
     by_text = sinklab.measure(model, text=documents, sequences=2, length=12)
     tokens = torch.tensor([tokenizer(document)["input_ids"][:12] for document in documents])

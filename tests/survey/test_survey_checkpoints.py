@@ -15,15 +15,13 @@ from trained_run import LENGTH, trained_run
 
 from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options
+from sinklab.measuring.options import Options, Request
+from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import collect
 from sinklab.report.figures import figures
 from sinklab.report.page import write_report
-from sinklab.report.result_tables import cells_table, headline
-from sinklab.survey.checkpoints import saved_models, step_in
-from sinklab.survey.measure_one import measure_model
-from sinklab.survey.request import Request
-from sinklab.survey.suites import SuiteDocument, measure_checkpoints
+from sinklab.survey.measure import measure_model
+from sinklab.survey.suites import SuiteDocument, measure_checkpoints, saved_models, step_in
 from sinklab.train.run import load_run
 
 SMALL = Request(options=Options(eps=(0.15,)), sequences=4, length=12)

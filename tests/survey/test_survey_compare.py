@@ -10,12 +10,10 @@ from tiny_models import REFUSING, TEMPLATE, chat_file, text_file, tiny_model
 from sinklab.errors import InputError
 from sinklab.measuring.inputs import natural_text, token_rows
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options
+from sinklab.measuring.options import Options, Request
 from sinklab.opening import open_model
 from sinklab.report.page import write_report
-from sinklab.survey.measure_many import labels
-from sinklab.survey.measure_one import measure_model
-from sinklab.survey.request import Request
+from sinklab.survey.measure import labels, measure_model
 from sinklab.survey.suites import compare_models
 
 SMALL = Request(options=Options(eps=(0.3, 0.2)), sequences=4, length=16)

@@ -13,16 +13,15 @@ from stops import Stops
 from table_texts import table_texts
 from tiny_models import text_file, tiny_model
 
-from sinklab.data.sources import corpora
+from sinklab.data import corpora
 from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
+from sinklab.measuring.options import Request
 from sinklab.opening import model_files
+from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import collect
 from sinklab.report.page import write_report
-from sinklab.report.result_tables import cells_table, headline
-from sinklab.survey.measure_many import text_hash
-from sinklab.survey.measure_one import measure_model
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_model, text_hash
 from sinklab.survey.suites import domain_files, measure_domains
 
 SMALL = Request(sequences=4, length=16)

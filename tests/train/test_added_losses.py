@@ -8,8 +8,8 @@ import torch
 from closeness import assert_close
 from torch import Tensor
 
+from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare, settings_of
-from sinklab.data.shards import TokenDataset
 from sinklab.model.loss import AddedLosses
 from sinklab.model.transformer import Transformer
 from sinklab.train.loop import Trainer

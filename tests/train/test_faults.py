@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare, settings_of
-from sinklab.data.shards import TokenDataset
 from sinklab.device import can_compile
 from sinklab.errors import InputError, SinklabError
 from sinklab.train.checkpoint import save_checkpoint

@@ -12,8 +12,8 @@ import torch
 import yaml
 from commands import Command, call_together, together
 
+from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare, settings_of
-from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError
 from sinklab.train import lock
 from sinklab.train.loop import Trainer
@@ -142,7 +142,7 @@ def refused(world: World, args: list[str], other: str) -> None:
     if world.rank == 1 and other != "directory":
         args = [*args[:2], "--set", f"{other}=1", *args[2:]]
     says = "see different directories" if other == "directory" else "have different recipes, texts"
-    lock.SHOWS_WITHIN_S = 0.1
+    lock.SHOWS_WITHIN_S = 0.1  # pyrefly: ignore[bad-assignment]
     with pytest.raises(InputError, match=says):
         trainer_of(world, args)
 

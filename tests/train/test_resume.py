@@ -12,8 +12,8 @@ from same_run import assert_same_run
 from sampling import one_in
 from torch import Tensor
 
+from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare, settings_of
-from sinklab.data.shards import TokenDataset
 from sinklab.files import sha256_of
 from sinklab.interventions import VARIANTS
 from sinklab.train.checkpoint import step_of

@@ -15,8 +15,8 @@ import yaml
 from commands import call_together
 from safetensors.torch import load_file
 
+from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare, settings_of
-from sinklab.data.shards import TokenDataset
 from sinklab.errors import SinklabError
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe, build_recipe

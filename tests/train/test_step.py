@@ -13,9 +13,8 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 
 from sinklab.commands.terminal import describe
-from sinklab.data.loader import Prefetcher
+from sinklab.data.loader import Prefetcher, TokenDataset
 from sinklab.data.prepare import prepare, settings_of
-from sinklab.data.shards import TokenDataset
 from sinklab.device import can_compile, compiled
 from sinklab.errors import SinklabError
 from sinklab.interventions import VARIANTS

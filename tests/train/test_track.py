@@ -128,7 +128,7 @@ def log_entries(data: bytes) -> Iterator[bytes]:
 
 def wandb_records(run: Path) -> Iterator[tuple[str, Any]]:
     """(run id, record) of everything that W&B has written offline, session by session."""
-    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportMissingImports]
+    from wandb.proto.wandb_internal_pb2 import Record
 
     for path in sorted((run / "wandb").glob("offline-run-*/run-*.wandb")):
         for entry in log_entries(path.read_bytes()):

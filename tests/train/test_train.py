@@ -13,8 +13,8 @@ import pytest
 import torch
 from same_run import assert_same_run, contents
 
+from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare, settings_of
-from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError, SinklabError, StoppedError
 from sinklab.measuring.measurement import Measurement
 from sinklab.train.loop import RunOutcome, Trainer
@@ -74,8 +74,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("stop_at", [4, 7])
+@pytest.mark.parametrize(("variant", "stop_at"), zip(VARIANTS, itertools.cycle((4, 7)), strict=False))
 def test_a_stopped_and_resumed_run_equals_the_undisturbed_run(
     dataset: TokenDataset, tmp_path: Path, variant: str, stop_at: int
 ) -> None:

@@ -17,7 +17,7 @@ from conftest import Run, on_one_line
 from trained_run import trained_run
 
 import sinklab
-from sinklab.data.sources.textfiles import read_conversations
+from sinklab.data.textfiles import read_conversations
 from sinklab.errors import SinklabError
 from sinklab.jobs import JobEvent, StepProgress
 from sinklab.tuning.settings import TuneOptions
@@ -63,7 +63,7 @@ def test_the_loss_falls_and_base_and_chat_are_compared(run: Run, tmp_path: Path,
 def plain_loss(folder: Path, chats: Path, seed: int, held_out: int, length: int) -> float:
     """Mean over what the assistant says in the conversations held out, from one plain forward pass for each."""
     model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = hf.AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = hf.AutoTokenizer.from_pretrained(folder)
     if not tokenizer.chat_template:
         ChatTemplate(tokenizer)  # gives it the default
     talks = [messages for messages, _ in read_conversations(chats)]
@@ -158,12 +158,12 @@ def test_micro_batches_change_the_result_by_rounding_only(tmp_path: Path) -> Non
 
 
 def test_labels_are_those_that_trl_makes_of_the_same_template(tmp_path: Path) -> None:
-    from datasets import Dataset  # pyright: ignore[reportMissingImports]
-    from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
 
     run_, _ = tuned_run(tmp_path / "base")
     folder = exported(tmp_path, run_)
-    tokenizer = hf.AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = hf.AutoTokenizer.from_pretrained(folder)
     template = ChatTemplate(tokenizer, MARKED)
     talks = [messages for messages, _ in read_conversations(sheep_chats(tmp_path / "two.jsonl", 6, turns=2))]
     config = SFTConfig(

@@ -10,7 +10,7 @@ import transformers as hf
 from chats import exported, tuned_run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from sinklab.data.sources.textfiles import read_conversations
+from sinklab.data.textfiles import read_conversations
 from sinklab.errors import InputError
 from sinklab.tuning.sft_dataset import DEFAULT, ChatTemplate, TokenizedChat, read_chats
 
@@ -94,7 +94,7 @@ def test_how_many_conversations_lose_characters_is_noted(tmp_path: Path) -> None
 
 
 @pytest.fixture(params=["TinyStories-656K", "SmolLM2-135M-Instruct", "gptneox", "prepared"])
-def tokenizer(request: pytest.FixtureRequest, data_dir: Path, tmp_path: Path) -> hf.PreTrainedTokenizerBase:
+def tokenizer(request: pytest.FixtureRequest, data_dir: Path, tmp_path: Path) -> Any:
     if request.param == "prepared":
         run, _ = tuned_run(tmp_path)
         return hf.AutoTokenizer.from_pretrained(exported(tmp_path, run))

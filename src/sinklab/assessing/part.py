@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sinklab.assessing.reading import Effect, PartInput
 from sinklab.assessing.settings import AssessSettings
-from sinklab.data.sources.corpora import documents
-from sinklab.data.sources.textfiles import ChatText, ReadCounts, expanded, notes_on_folder
+from sinklab.data.corpora import documents
+from sinklab.data.textfiles import ChatText, ReadCounts, expanded, notes_on_folder
 from sinklab.errors import InputError
 from sinklab.measuring.inputs import Encoded, token_rows
 from sinklab.models.adapter import Adapter

@@ -37,8 +37,7 @@ from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import InputError, SinklabError
 from sinklab.models.adapter import Adapter
-from sinklab.models.hooks import evaluating, replaced_inputs
-from sinklab.models.intercept import intercept
+from sinklab.models.hooks import evaluating, intercept, replaced_inputs
 from sinklab.models.memory_budget import LOGITS_AT_ONCE, free_bytes
 from sinklab.schema import Omitted, ReadDocument
 

@@ -1,7 +1,7 @@
 """Settings of an assessment, and the sequence lengths, cache sizes and budgets derived from them for one model."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -26,11 +26,12 @@ PART_NAMES = (
     "key_ablations",
     "heads",
     "kv_cache",
+    "kv_formats",
     "pruning",
     "writer",
     "budgets",
 )
-"""Parts of an assessment in the order of execution and display; each is a file of `parts/`."""
+"""Parts of an assessment in the order of execution and display; each is a class in `parts/`."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class DefaultSizes:
         tokens: total number of tokens, except in the streaming and length parts; at least one sequence.
         streamed: total number of tokens of the streaming part, and of the length part; at least one sequence each.
         kept: numbers of first tokens kept in the rolling cache; each is evaluated.
-        draws: number of draws of rounded activations, keys and values (`quantisation`, `kv_cache`).
+        draws: number of draws of rounded activations, keys and values (`quantisation`, `kv_cache`, `kv_formats`).
     """
 
     within: int
@@ -76,8 +77,8 @@ class AssessOptions(CommandSettings, frozen=True):
         default=False,
         exclude_if=lambda quick: not quick,
         description="Smaller defaults that take minutes: sequences of 256 tokens, 512 tokens in total, 1,024 in "
-        "streaming; --keep 0 and 4; one draw of quantisation and kv_cache; no length part. Explicit options take "
-        "precedence.",
+        "streaming; --keep 0 and 4; one draw of rounded values; no length part. Explicit options "
+        "take precedence.",
     )
     sequences: Annotated[int | None, Flag(panel=INPUT)] = Field(
         default=None,
@@ -199,7 +200,7 @@ def settings_for(model: "Model", options: AssessOptions) -> AssessSettings:
             f"--residual {options.residual}: the sequences have only {length} tokens, so no key would be quantised: "
             f"set --residual below {length}, or a larger --length"
         )
-    decided = {
+    decided: dict[str, Any] = {
         "sequences": options.sequences or max(1, options.sizes.tokens // length),
         "length": length,
         "stream_sequences": options.sequences or max(1, options.sizes.streamed // stream_length),

@@ -289,9 +289,6 @@ def attend_output(matrix: ScoreMatrix, v_BGSV: Tensor, backend: Backend = "auto"
 
     `auto` uses the fused kernel for plain causal softmax with T = S, except for short sequences in bfloat16 on a CPU,
     where the kernel is slower. In other cases it selects a backend as `attend` does.
-
-    Raises:
-        ValueError: see `attend`.
     """
     q_BHTD = matrix.q_BHTD
     large = q_BHTD.is_cuda or q_BHTD.dtype != torch.bfloat16 or q_BHTD.shape[2] > FUSED_FROM
@@ -305,11 +302,7 @@ FUSED_FROM = 128  # up to this length the fused CPU kernel is slower in bfloat16
 
 
 def log_normaliser(matrix: ScoreMatrix, backend: Backend = "auto") -> Tensor:
-    """Compute lse_BHT of `attend` without the output. `chunked` replaces `sdpa`, which does not return lse.
-
-    Raises:
-        ValueError: see `attend`.
-    """
+    """Compute lse_BHT of `attend` without the output. `chunked` replaces `sdpa`, which does not return lse."""
     return attend(matrix, matrix.k_BGSD[..., :0], "chunked" if backend == "sdpa" else backend)[1]
 
 

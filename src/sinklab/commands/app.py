@@ -28,7 +28,7 @@ from sinklab.settings import ADVANCED, INPUT, LARGEST_INT64, OUTPUT, TRAINING, C
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
-    from sinklab.data.config import Mix
+    from sinklab.data.loader import Mix
 
 INACCESSIBLE = (errno.EACCES, errno.EPERM, errno.ELOOP)
 NO_HOME = "Could not determine home directory."  # pathlib, for ~name
@@ -418,7 +418,7 @@ class PrepareSettings(CommandSettings, frozen=True):
             InputError: if --weights or --absent is set without --mix weights, or the weights file cannot be
                 read or is invalid.
         """
-        from sinklab.data.config import UniformMix, WeightedMix
+        from sinklab.data.loader import UniformMix, WeightedMix
 
         kind, weights = self.mix_kind, self.weights
         if kind != "weights" and (weights is not None or self.absent != "refuse"):
@@ -464,8 +464,8 @@ def prepare(
     Encoding uses all cores, or RAYON_NUM_THREADS threads.
     """
     from sinklab.commands.results import print_estimate
+    from sinklab.data.loader import is_prepared
     from sinklab.data.prepare import prepare, settings_of
-    from sinklab.data.shards import is_prepared
     from sinklab.data.texts import estimate
 
     settings = settings_of(source, mix=options.mix, **options.model_dump())

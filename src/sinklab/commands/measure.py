@@ -27,13 +27,13 @@ from sinklab.commands.options import (
 from sinklab.commands.terminal import JobProgress, print_text, stderr
 from sinklab.errors import InputError, SinklabError
 from sinklab.evaluating.evaluation import TaskRequest
+from sinklab.measuring.options import Request
 from sinklab.settings import INPUT, OUTPUT
 from sinklab.signals import keeping_what_is_finished
-from sinklab.survey.request import Request
 from sinklab.tuning.settings import TuneOptions
 
 if TYPE_CHECKING:
-    from sinklab.assessing.assessment import Assessment
+    from sinklab.assessing.assess_model import Assessment
     from sinklab.evaluating.evaluation import DownstreamScores
 
 
@@ -78,6 +78,7 @@ def measure(
             metavar="TYPE",
         ),
     ] = None,
+    full: Annotated[bool, option(OUTPUT, "Also print the numbers of every layer and position.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure the attention sinks of a causal language model: positions, rates, norms and loss.
@@ -90,7 +91,7 @@ def measure(
     The same command resumes after an interruption. Several models: sinklab compare.
     """
     request.check_options()
-    from sinklab.measuring.frames import check_formats
+    from sinklab.survey.measure import check_formats
 
     revisions = revision or []
     by_step = by_checkpoint or len(revisions) > 1
@@ -113,8 +114,7 @@ def measure(
         total = len(domain_files(text)) if text is not None and text.is_dir() else 0
         _run_survey("domains", total, partial(measure_domains, model, text, request, loading=how), out, as_json)
     elif by_step:
-        from sinklab.survey.checkpoints import folders_without_step, saved_models
-        from sinklab.survey.suites import measure_checkpoints
+        from sinklab.survey.suites import folders_without_step, measure_checkpoints, saved_models
 
         total = len(saved_models(model, revisions))
         if not revisions and (skipped := folders_without_step(Path(model))):
@@ -124,8 +124,8 @@ def measure(
     else:
         from sinklab.commands.results import print_measurement
         from sinklab.jobs import StepProgress, unsaved
-        from sinklab.measuring.frames import write_tables
-        from sinklab.survey.measure_one import measure_model
+        from sinklab.measuring.measurement import write_tables
+        from sinklab.survey.measure import measure_model
 
         def work(progress: JobProgress) -> Any:
             step = StepProgress("measuring", progress)
@@ -135,9 +135,13 @@ def measure(
                     write_tables(found.columns, out, formats or ())
             return found
 
-        run_job(work, f"reading {model} and the text", as_json, print_measurement)
+        run_job(work, f"reading {model} and the text", as_json, partial(print_measurement, full=full))
         if out is not None:
             save_report(out)
+        elif not full:
+            print_text("every layer: --full; pictures: --out DIR", stderr())
+        if text is None:
+            print_text("loss without the sink: sinklab assess MODEL --text FILE --parts streaming", stderr())
 
 
 @with_options

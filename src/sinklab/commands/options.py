@@ -25,8 +25,18 @@ from typer.models import OptionInfo
 from sinklab.commands.terminal import JobProgress, print_text, stderr
 from sinklab.errors import InputError, UnsavedError
 from sinklab.files import RUNS
-from sinklab.models.dtypes import dtype_name
-from sinklab.settings import ADVANCED, INPUT, OUTPUT, PANELS, CommandSettings, Flag, Several, flag_of, option_name
+from sinklab.settings import (
+    ADVANCED,
+    INPUT,
+    OUTPUT,
+    PANELS,
+    CommandSettings,
+    Flag,
+    Several,
+    dtype_name,
+    flag_of,
+    option_name,
+)
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:

@@ -13,15 +13,14 @@ from typing import cast
 import typer
 from rich.console import Console
 
-from sinklab.assessing.assess_model import assess
-from sinklab.assessing.assessment import load_assessment
+from sinklab.assessing.assess_model import assess, load_assessment
 from sinklab.assessing.settings import AssessOptions
 from sinklab.commands.options import EngineName, ReproduceSettings, print_result, save_report
 from sinklab.commands.results import print_passes, print_summary
 from sinklab.commands.terminal import DataDisplay, JobProgress, RunDisplay, print_text, stderr
+from sinklab.data.corpora import documents
 from sinklab.data.prepare import prepared
-from sinklab.data.sources.corpora import documents
-from sinklab.data.sources.textfiles import read_conversations
+from sinklab.data.textfiles import read_conversations
 from sinklab.errors import InputError, SinklabError
 from sinklab.evaluating.evaluate_model import chosen_task
 from sinklab.experiments.definition import Experiment, Scale
@@ -45,7 +44,7 @@ from sinklab.experiments.sweep.store import SweepPlan, data_key, plan_sweep
 from sinklab.files import REPORT, RUNS, check_results
 from sinklab.models.huggingface.loading import Loading
 from sinklab.signals import INTERRUPTED, PreemptedError
-from sinklab.survey.measure_many import labels
+from sinklab.survey.measure import labels
 from sinklab.train.lock import HeldError
 from sinklab.train.run import emulation_warning
 from sinklab.tuning.sft_dataset import TuneSources

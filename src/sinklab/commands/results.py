@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,11 +31,10 @@ from sinklab.experiments.shipped import ListedExperiment, ScaleCost
 from sinklab.experiments.sweep.local import jobs_here
 from sinklab.experiments.sweep.preview import Preview
 from sinklab.measuring.answer import answer
-from sinklab.measuring.statistics.highest import in_brackets, later_sink_text
 from sinklab.report import result_tables
+from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import ListedRun
 from sinklab.report.data import ReportData
-from sinklab.report.result_tables import cells_table, headline
 from sinklab.report.sweeps import (
     claims_table,
     experiment_table,
@@ -45,11 +45,21 @@ from sinklab.report.sweeps import (
 )
 from sinklab.schema import leaves
 from sinklab.survey.suites import compared_rows
-from sinklab.tables import Table, TableCell, TableColumn, names, numbers, plural, table_of
+from sinklab.tables import (
+    Table,
+    TableCell,
+    TableColumn,
+    in_brackets,
+    later_sink_text,
+    names,
+    numbers,
+    plural,
+    table_of,
+)
 from sinklab.train.run import read_history
 
 if TYPE_CHECKING:
-    from sinklab.assessing.assessment import Assessment
+    from sinklab.assessing.assess_model import Assessment
     from sinklab.data.texts import Estimate
     from sinklab.evaluating.evaluation import DownstreamScores, TaskMetric
     from sinklab.experiments.measured import ModelChoice, Pass
@@ -130,16 +140,23 @@ def print_assessment(assessment: "Assessment", console: Console, full: bool = Fa
         print_table(result_tables.assessment_table(assessment), console)
 
 
-def print_measurement(measurement: "Measurement", console: Console) -> None:
-    """Print the conclusion, tables and notes of one measurement."""
+def print_measurement(measurement: "Measurement", console: Console, full: bool = False) -> None:
+    """Print the conclusion, the main numbers and the notes of one measurement; with `full`, every layer."""
     facts = result_tables.measurement_facts(measurement)
-    print_title(result_tables.measurement_title(measurement), console, facts)
+    print_title(result_tables.measurement_title(measurement), console, facts if full else ())
     console.print(" ".join(answer(measurement)), markup=False, highlight=False)
     if measurement.fed is not None:
         console.print(printable(measurement.fed.line()), markup=False, highlight=False)
-    for table in result_tables.measurement_tables(measurement):
+    for table in result_tables.measurement_tables(measurement, full):
         print_table(table, console)
     print_notes(measurement.notes, console)
+
+
+def measurement_text(measurement: "Measurement") -> str:
+    """Return the text that `print_measurement` prints, in lines of at most 100 characters."""
+    lines = StringIO()
+    print_measurement(measurement, Console(file=lines, width=100))
+    return lines.getvalue().rstrip()
 
 
 def print_survey(survey: "Survey", console: Console) -> None:

@@ -32,8 +32,7 @@ from rich.progress import (
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from sinklab.measuring.statistics.highest import in_brackets, later_sink_text
-from sinklab.tables import Table
+from sinklab.tables import Table, in_brackets, later_sink_text
 
 if TYPE_CHECKING:
     from sinklab.experiments.sweep.engine import Event

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 
 from sinklab.commands.terminal import DataDisplay, RunDisplay, print_text
+from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepared
-from sinklab.data.shards import TokenDataset
 from sinklab.device import keep_freed_memory
 from sinklab.errors import InputError, StoppedError, require_extra
 from sinklab.experiments.sweep.engine import Event

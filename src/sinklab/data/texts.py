@@ -12,22 +12,23 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path, PurePosixPath
 
-from sinklab.data.config import Mix, WeightedMix
-from sinklab.data.shards import DTYPES, Settings, dtype_for
-from sinklab.data.sources.corpora import (
-    PREFIX,
+from sinklab.data.corpora import (
+    HUB,
     cut,
     documents,
     hub_documents,
     hub_files,
     known_sum,
+    parse,
     size_of,
     total_bytes,
+    word_tokenizer,
 )
-from sinklab.data.sources.synthetic import parse, word_tokenizer
-from sinklab.data.sources.textfiles import ReadCounts, expanded, plain_conversation, read_documents, text_files
+from sinklab.data.loader import DTYPES, Mix, Settings, WeightedMix, dtype_for
+from sinklab.data.textfiles import ReadCounts, expanded, plain_conversation, read_documents, text_files
 from sinklab.data.tokenizers import Tokenizer, load_tokenizer, train_bpe, trained_size
 from sinklab.errors import InputError
 
@@ -75,7 +76,7 @@ class Stream:
         """
         if self.files is None:
             yield from documents(self.source, counts=counts)
-        elif self.source.startswith(PREFIX):
+        elif self.source.startswith(HUB):
             yield from hub_documents(self.source, files=list(self.files), counts=counts)
         else:
             for file in self.files:
@@ -115,7 +116,7 @@ def streams(source: str, mix: Mix) -> list[Stream]:
     """
     folder = expanded(source)
     sizes: dict[str, int | None]
-    if source.startswith(PREFIX):
+    if source.startswith(HUB):
         sizes = dict.fromkeys(hub_files(source))
     elif folder.is_dir():
         sizes = {path.relative_to(folder).as_posix(): size_of(path) for path in text_files(folder)}
@@ -123,7 +124,12 @@ def streams(source: str, mix: Mix) -> list[Stream]:
         raise InputError(f"source {source} cannot be mixed: use a folder or hf:NAME with a file or folder per domain")
     if not isinstance(mix, WeightedMix):
         return [Stream(name, None, source, (name,), size) for name, size in sizes.items()]
-    found = {domain: [name for name in sizes if _belongs(name, domain)] for domain in mix.weights}
+    found: dict[str, list[str]] = {domain: [] for domain in mix.weights}
+    for domain, name in product(mix.weights, sizes):
+        path = PurePosixPath(name)
+        numbered = re.fullmatch(rf"{re.escape(domain)}([-_]?\d.*)?", path.name.split(".")[0])
+        if domain in path.parts[:-1] or numbered:
+            found[domain].append(name)
     absent = sorted(domain for domain, files in found.items() if not files)
     if absent and (mix.absent == "refuse" or len(absent) == len(found)):
         raise InputError(
@@ -136,12 +142,6 @@ def streams(source: str, mix: Mix) -> list[Stream]:
         for domain, files in found.items()
         if files
     ]
-
-
-def _belongs(file: str, domain: str) -> bool:
-    path = PurePosixPath(file)
-    stem = path.name.split(".")[0]
-    return domain in path.parts[:-1] or re.fullmatch(rf"{re.escape(domain)}([-_]?\d.*)?", stem) is not None
 
 
 def mixed(

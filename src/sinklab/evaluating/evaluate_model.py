@@ -22,8 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sinklab.data.sources.corpora import documents
-from sinklab.data.sources.rows import read_rows
+from sinklab.data.corpora import documents
+from sinklab.data.textfiles import read_rows
 from sinklab.errors import InputError, SinklabError, UnsavedError, cause, is_out_of_memory, require_extra
 from sinklab.evaluating.evaluation import (
     EVALUATION,
@@ -38,14 +38,12 @@ from sinklab.evaluating.evaluation import (
 from sinklab.files import sha256_of, write_gzip
 from sinklab.jobs import JobEvent, JobStep, Ledger, Observer, StepProgress, check_request, ignore, run_steps, unsaved
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options
+from sinklab.measuring.options import Options, Request
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.opening import Model, open_model
 from sinklab.schema import ReadDocument
-from sinklab.survey.measure_many import text_hash
-from sinklab.survey.measure_one import measure_loaded
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_loaded, text_hash
 
 HUB = "hub"
 SCORES = {"acc": "accuracy", "acc_norm": "accuracy_norm"}
@@ -91,7 +89,7 @@ def chosen_tasks(names: Sequence[str], data: Path | None) -> list[ChosenTask]:
             set and HellaSwag is not in `names`.
     """
     require_extra("eval", ("lm_eval", "accelerate"), "a downstream task")
-    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  # an extra
+    from lm_eval.tasks import TaskManager  # an extra
 
     if data is not None and HELLASWAG not in names:
         raise InputError(
@@ -139,8 +137,8 @@ def inside_lm_eval(name: str = "") -> Iterator[None]:
 
     With the name of a task, exceptions other than out-of-memory errors are converted to a SinklabError that names it.
     """
-    from lm_eval.api import model, task  # pyright: ignore[reportMissingImports]  # an extra
-    from lm_eval.models import huggingface  # pyright: ignore[reportMissingImports]
+    from lm_eval.api import model, task  # an extra
+    from lm_eval.models import huggingface
 
     logger, modules = logging.getLogger("lm_eval"), (task, model, huggingface)
     before, bars = logger.level, [module.tqdm for module in modules]
@@ -220,8 +218,8 @@ def read_items(path: Path) -> list[ChoiceItem]:
 def hellaswag_task(path: Path) -> Any:
     """Return lm-eval's task object with the items of the file at `path`."""
     rows = [item.model_dump() for item in read_items(path)]
-    from datasets import Dataset  # pyright: ignore[reportMissingImports]  # comes with lm-eval
-    from lm_eval.api.task import ConfigurableTask  # pyright: ignore[reportMissingImports]
+    from datasets import Dataset  # comes with lm-eval
+    from lm_eval.api.task import ConfigurableTask
 
     config = {
         "task": HELLASWAG,
@@ -411,8 +409,8 @@ def _score(
     Returns:
         The scores, and the record of each scored item in the order of the task.
     """
-    from lm_eval.api.model import CachingLM  # pyright: ignore[reportMissingImports]  # an extra
-    from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.model import CachingLM  # an extra
+    from lm_eval.evaluator import evaluate
 
     from sinklab.evaluating.language_model import AnsweringModel
 

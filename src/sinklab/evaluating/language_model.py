@@ -7,8 +7,8 @@ keeps BOS if a prompt is truncated (lm-eval calls the prompt `context`). docs/ev
 from collections.abc import Callable
 from typing import Any
 
-from lm_eval.api.model import CacheHook  # pyright: ignore[reportMissingImports]  # an extra
-from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
+from lm_eval.api.model import CacheHook  # an extra
+from lm_eval.models.huggingface import HFLM
 
 from sinklab.opening import Model
 

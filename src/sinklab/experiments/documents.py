@@ -11,8 +11,8 @@ from pydantic import ConfigDict, Field, SkipValidation, computed_field
 from sinklab.errors import InputError
 from sinklab.experiments.quantities import SUBJECTS, ClaimSubject, RunNumbers, subject_of
 from sinklab.files import if_present, read_document, sha256_of, write_json
-from sinklab.measuring.statistics.highest import highest_rate
 from sinklab.schema import ReadDocument, VersionedDocument, finite_or_none
+from sinklab.tables import highest_rate
 
 SUMMARY, RECORD = "summary.json", "record.json"
 

@@ -2,7 +2,7 @@
 
 Cells that differ only in eps and length share their forward passes (`Pass`), which are run on each draw of sequences.
 Each measurement is saved in OUT/PASS/seed_DRAW, and a repeated call runs only missing measurements
-(`survey/measure_many.py`). If models are the replicates, all of them are measured on the same draw, and the
+(`survey/measure.py`). If models are the replicates, all of them are measured on the same draw, and the
 measurements are saved in OUT/PASS/MODEL.
 
 A `Pass` is named after its cell or, if several cells share it, after their kind of inputs. With `each`, the name is
@@ -28,13 +28,12 @@ from sinklab.experiments.summary import measured_numbers, named_values, summaris
 from sinklab.jobs import Observer, ignore
 from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options, Study
+from sinklab.measuring.options import Options, Request, Study
 from sinklab.models.hooks import Progress
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name
 from sinklab.opening import Model
-from sinklab.survey.measure_many import Item, Outcome, labels, measure_all, text_hash
+from sinklab.survey.measure import Item, Outcome, labels, measure_all, text_hash
 from sinklab.survey.open_models import OpenModel, families, setting
-from sinklab.survey.request import Request
 from sinklab.survey.suites import domain_files
 from sinklab.tables import plural
 

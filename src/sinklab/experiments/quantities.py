@@ -16,7 +16,7 @@ from pydantic import AfterValidator
 
 from sinklab.assessing.parts import NUMBERS
 from sinklab.measuring.registry import EMERGED, METRICS, SUBJECTS, ClaimSubject, Evaluation, Metric, metric
-from sinklab.measuring.statistics.highest import highest_rate
+from sinklab.tables import highest_rate
 from sinklab.train.evaluator import OTHER_EPS
 
 __all__ = ["EMERGED", "SUBJECTS", "ClaimSubject"]

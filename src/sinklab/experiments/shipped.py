@@ -157,9 +157,9 @@ def list_experiments(names: Sequence[str] = ()) -> list[ListedExperiment]:
         InputError: if an experiment or recipe is missing or invalid, or names a device that this machine lacks.
     """
     paces: dict[str, Pace] = {}
-    found = []
+    found: list[ListedExperiment] = []
     for experiment in (load_experiment(name) for name in names or experiment_ids()):
-        scales = {}
+        scales: dict[Scale, ScaleCost] = {}
         for scale, name in experiment.base.items():
             values = recipe_values(name)
             base = build_recipe(values, origin=name)

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sinklab.assessing.assessment import ASSESSMENT, load_assessment
+from sinklab.assessing.assess_model import ASSESSMENT, load_assessment
 from sinklab.errors import SinklabError
 from sinklab.experiments.definition import SCALE_NOTES, Experiment, MeasuredCell, Scale
 from sinklab.experiments.documents import (

@@ -7,8 +7,8 @@ import numpy as np
 from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Inputs
-from sinklab.measuring.statistics.highest import NO_SINK, highest_rate
 from sinklab.models.families import ranges_text
+from sinklab.tables import NO_SINK, highest_rate
 
 STRENGTHS = ((70.0, "Strong"), (30.0, "Moderate"), (NO_SINK, "Weak"))
 """Minimum sink rate in percent for each adjective."""
@@ -124,10 +124,10 @@ def _massive(m: Measurement) -> str:
     largest = next((one for one in m.massive_activations if one.is_massive), m.massive_activations[0])
     times = f"{largest.ratio_to_median:,.0f} times the median"
     if not largest.is_massive:
-        return f"no massive activation (at most {times}: {largest.value:,.0f})"
+        return f"no massive activation (at most {times})"
     return (
         f"massive activation in channel {largest.dimension} at position {largest.position}, strongest after layer "
-        f"{largest.layer} ({largest.value:,.0f}, {times})"
+        f"{largest.layer} ({times})"
     )
 
 

@@ -1,4 +1,4 @@
-"""The result of a measurement and its two files, `measurement.json` and `measurement.npz` (schema 1).
+"""The result of a measurement, its two files, `measurement.json` and `measurement.npz` (schema 1), and its tables.
 
 L attention layers, H heads, T positions, N sequences, R registers, M places of the residual stream: before the first
 block and after every block. alpha_k is the importance of position k: the mean attention to it over the queries t >= k
@@ -8,25 +8,94 @@ An array that does not apply to the model is None, and missing from the .npz. Ot
 the .json, or missing if they are `Omitted`. NaN is never written.
 """
 
-from collections.abc import Sequence
+import csv
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
-from sinklab import display
+from sinklab import draw_chart, render_html, render_text
 from sinklab.errors import InputError, cause
-from sinklab.files import MEASUREMENT, check_file, parse_json, write_json, written_aside
-from sinklab.measuring.activations import MassiveActivation
-from sinklab.measuring.explored import Explored
-from sinklab.measuring.findings import Ablation, Mixing, Propositions
-from sinklab.measuring.frames import TABLES, Columns, TableName, data_frame, write_csv, write_parquet
+from sinklab.files import MEASUREMENT, TABLE, check_file, parse_json, write_json, written_aside
+from sinklab.measuring.findings import Ablation, Explored, MassiveActivation, Mixing, Propositions
 from sinklab.measuring.options import Inputs
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import Percent
 from sinklab.measuring.statistics.statistic_base import Array, ArrayOrNone, Axes, WithArrays
 from sinklab.schema import Omitted, Ratio
+
+Columns = dict[str, np.ndarray]
+TableName = Literal["importance", "positions", "layers"]
+TABLES: tuple[TableName, ...] = get_args(TableName)
+FRAMES = {"pandas": "DataFrame", "polars": "DataFrame", "pyarrow": "table"}  # in order of preference
+
+
+def write_csv(columns: Columns, path: Path) -> None:
+    """Write columns as comma-separated values with a header, atomically; an earlier table at the path is replaced.
+
+    Raises:
+        InputError: see `check_file`, for example if the file exists and is not a table written by sinklab.
+        SinklabError: if the file cannot be written.
+    """
+    check_file(path, TABLE)
+    with written_aside(path) as aside, aside.open("w", encoding="utf-8", newline="") as file:
+        lines = csv.writer(file)
+        lines.writerow(columns)
+        lines.writerows(zip(*(values.tolist() for values in columns.values()), strict=True))
+
+
+def write_parquet(columns: Columns, path: Path) -> None:
+    """Write columns as a Parquet file, atomically; an earlier table at the path is replaced.
+
+    Raises:
+        InputError: if pyarrow is not installed; see also `check_file`.
+        SinklabError: if the file cannot be written.
+    """
+    check_parquet()
+    check_file(path, TABLE)
+    arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    made = arrow.table(columns)
+    with written_aside(path) as aside:
+        parquet.write_table(made, aside)
+
+
+def check_parquet() -> None:
+    """Check that Parquet can be written.
+
+    Raises:
+        InputError: if pyarrow is not installed.
+    """
+    if not find_spec("pyarrow"):
+        raise InputError("Parquet needs pyarrow, which is not installed: pip install pyarrow, or use CSV")
+
+
+WRITERS: dict[str, Callable[[Columns, Path], None]] = {"csv": write_csv, "parquet": write_parquet}
+
+
+def write_tables(columns: Callable[[TableName], Columns], folder: Path, formats: Sequence[str]) -> None:
+    """Write every table in every format, such as `FOLDER/importance.csv`.
+
+    Args:
+        columns: function from a table name to its columns (`Measurement.columns`).
+        formats: requested formats, "csv" or "parquet".
+    """
+    for kind in formats:
+        for table in TABLES:
+            WRITERS[kind](columns(table), folder / f"{table}.{kind}")
+
+
+def remove_tables(folder: Path) -> None:
+    """Remove the tables of an earlier measurement from a folder; other files with the same names are kept."""
+    for path in (folder / f"{table}.{kind}" for kind in WRITERS for table in TABLES):
+        with suppress(InputError, OSError):
+            check_file(path, TABLE)
+            path.unlink()
+
 
 ColumnValues = np.ndarray | Sequence[float] | None
 
@@ -62,7 +131,7 @@ class Measurement(WithArrays):
         commit: hub commit that was loaded; None for local models and models in memory.
         step, planned_steps: training step of the checkpoint and last step of its run; None if the model is neither a
             run directory nor measured during training.
-        vocabulary: digest of the tokenizer's vocabulary (spelling.py); None if measured without a tokenizer
+        vocabulary: digest of the tokenizer's vocabulary; None if measured without a tokenizer
             (`sinklab.measure`).
         inputs: kind of input sequences: natural text, random tokens, or one token repeated.
         fed: first tokens of the first sequence; None, and left out of the files, for measurements during training.
@@ -94,7 +163,7 @@ class Measurement(WithArrays):
             layer, head), by position from position 1. It is 1 under uniform attention, for every T.
         loss: cross-entropy in nats per token over targets 2..T (after the prefix under a prefix mask); None if there
             are no targets, or if the loss was not requested.
-        bits_per_byte: loss in bits per byte of the target text (survey/measure_one.py); None if there is no loss, if
+        bits_per_byte: loss in bits per byte of the target text (survey/measure.py); None if there is no loss, if
             the input is not text, in `sinklab.measure`, or if the notes give another reason.
         hidden_norm_ratio: |h_1| / mean over t > 1 of |h_t| before the first block and after every block (M). inf
             (null in measurement.json) if only the first norm is nonzero; 1 if all norms are zero. None for sequences of
@@ -106,22 +175,22 @@ class Measurement(WithArrays):
         key_norm_ratio, value_norm_ratio: norm of the first key (value) divided by the mean norm of later keys (values),
             per attention layer (L); None for sequences of one token.
         gradient_norm_ratio: R_GS, gradient norm at position 1 divided by the mean over positions 2 .. 32, per attention
-            layer (L; gradients.py); None, and left out of the files, unless requested.
+            layer (L; driver.py); None, and left out of the files, unless requested.
         backend: attention backend; "eager" if the attention matrices returned by the model were used.
         dtype: dtype of the weights.
         seconds: wall-clock time of the forward passes and the statistics, without gradients, ablations, `perturb`,
             propositions and `explore`.
         peak_memory_mb: peak memory of PyTorch's tensors (CUDA) or of the whole process so far, MiB; None if unknown.
         massive_activations: the largest |activation| of the first sequence after a block, for the at most 8 blocks with
-            the largest ratios to the median, in descending order of the ratio (activations.py). They need not be
+            the largest ratios to the median, in descending order of the ratio (findings.py). They need not be
             massive. None if blocks cannot be found.
         details: additional statistics (details.py); None, and left out of the files, unless requested.
         notes: remarks on the model and the measurement, such as a halved batch size.
-        ablations: loss and sinks under each ablation (ablations.py); None unless requested.
+        ablations: loss and sinks under each ablation (surgery.py); None unless requested.
         mixing: how far the effect of replacing one token spreads (mixing.py); None unless requested.
         propositions: check of the propositions of 2410.10781 on repeated tokens (propositions.py); None for other
             inputs, with padding, for sequences of one token, or if the notes give another reason.
-        explored: attention maps of one sequence (explored.py); None unless requested.
+        explored: attention maps of one sequence (`Explored`); None unless requested.
         scores: downstream task scores in percent, by task; None if the model was not evaluated.
         importance: alpha, mean over sequences (L, H, T).
         importance_visible: alpha averaged only over the queries that may see the key (L, H, T); None if equal to alpha.
@@ -253,7 +322,7 @@ class Measurement(WithArrays):
         Raises:
             InputError: if `what` is unknown, or "norms" for sequences of one token.
         """
-        return display.chart(self, what)
+        return draw_chart(self, what)
 
     def sink_rate_of_heads(self) -> np.ndarray:
         """Return the percentage of sequences with alpha_1 > eps (L, H); the mean over layers and heads is Sink_1."""
@@ -319,26 +388,24 @@ class Measurement(WithArrays):
         Raises:
             InputError: if the table is unknown, or none of the three packages is installed.
         """
-        return data_frame(self.columns(table))
+        for package, kind in FRAMES.items():
+            if find_spec(package):
+                return getattr(import_module(package), kind)(self.columns(table))
+        raise InputError("a data frame needs pandas, polars or pyarrow, and none is installed: pip install pandas")
 
     def to_csv(self, path: str | Path, table: TableName = "importance") -> None:
-        """Write a table of `columns` as CSV.
-
-        Raises:
-            InputError, SinklabError: see `columns` and `frames.write_csv`.
-        """
+        """Write a table of `columns` as CSV."""
         write_csv(self.columns(table), Path(path))
 
     def to_parquet(self, path: str | Path, table: TableName = "importance") -> None:
-        """Write a table of `columns` as a Parquet file; needs pyarrow.
-
-        Raises:
-            InputError, SinklabError: see `columns` and `frames.write_parquet`.
-        """
+        """Write a table of `columns` as a Parquet file; needs pyarrow."""
         write_parquet(self.columns(table), Path(path))
 
+    def __str__(self) -> str:
+        return render_text(self)
+
     def _repr_html_(self) -> str:
-        return display.html(self)
+        return render_html(self)
 
     @classmethod
     def load(cls, folder: Path | str) -> "Measurement":

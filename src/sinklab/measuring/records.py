@@ -24,10 +24,9 @@ from sinklab.device import on_host
 from sinklab.errors import SinklabError
 from sinklab.measuring.statistics.collecting import BatchDetails, DetailsCollector
 from sinklab.measuring.statistics.statistic_base import Angles
+from sinklab.models.adapter import NativeAdapter
 from sinklab.models.families import layers_text
-from sinklab.models.hooks import token_norms
-from sinklab.models.intercept import intercept
-from sinklab.models.native import NativeAdapter
+from sinklab.models.hooks import intercept, token_norms
 
 
 @dataclass(frozen=True)
@@ -320,9 +319,6 @@ def native_records(
     """Record the attention layers in every forward pass inside the `with` block.
 
     Passes must have whole sequences, without padding or a KV cache. Records accumulate until `clear` is called.
-
-    Raises:
-        SinklabError: see `intercept`.
     """
     records = NativeRecords(str(adapter.cores[0].backend), lengths, details, dormant)
     with intercept(adapter, observe=records.observe):

@@ -95,9 +95,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from pydantic import ConfigDict, Field
 
-from sinklab.measuring.statistics.highest import NO_SINK
 from sinklab.schema import Ratio, ReadDocument, finite_or_none
-from sinklab.tables import SINK_1, TableColumn
+from sinklab.tables import NO_SINK, SINK_1, TableColumn
 
 if TYPE_CHECKING:
     from sinklab.measuring.measurement import Measurement

@@ -26,7 +26,7 @@ matrices.
 
 import hashlib
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field, ValidationError, model_validator
@@ -34,11 +34,19 @@ from torch import nn
 
 from sinklab.attention.biases import Bias
 from sinklab.attention.config import AttentionConfig, AttentionMask
-from sinklab.model.gate import FullProjection, Gate, LatentProjection, LatentSizes, NoGate, Projection
 from sinklab.model.mixer import AttentionOnly, DeltaMixer, Mixer
 from sinklab.model.norm import NormConfig
 from sinklab.model.position import Distance, Position, Rotary
-from sinklab.model.values import NoValueResidual, ValueResidual
+from sinklab.model.values import (
+    FullProjection,
+    Gate,
+    LatentProjection,
+    LatentSizes,
+    NoGate,
+    NoValueResidual,
+    Projection,
+    ValueResidual,
+)
 from sinklab.schema import LARGEST, Part
 
 
@@ -326,7 +334,7 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         stream = torch.Generator(device=tensor.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
+        module: Any = model.get_submodule(owner)
         if leaf in (starts := getattr(module, "starts", {})):
             starts[leaf](tensor, stream)
         elif law := getattr(module, "initial", {}).get(leaf) or _mean_and_std(name, tensor.shape[-1], config):

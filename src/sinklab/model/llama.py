@@ -10,12 +10,11 @@ from sinklab.attention.config import CausalMask
 from sinklab.attention.operations import Softmax
 from sinklab.errors import InputError
 from sinklab.model.config import ModelConfig
-from sinklab.model.gate import FullProjection, NoGate
 from sinklab.model.mixer import AttentionOnly
 from sinklab.model.norm import NormConfig
 from sinklab.model.position import Rotary
 from sinklab.model.transformer import Transformer
-from sinklab.model.values import NoValueResidual
+from sinklab.model.values import FullProjection, NoGate, NoValueResidual
 from sinklab.schema import Part
 
 if TYPE_CHECKING:

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import InputError
-from sinklab.model.block import DecoderBlock, LayerInputs, LinearBlock
+from sinklab.model.block import DecoderBlock, LayerInputs, LinearBlock, Past
 from sinklab.model.config import ModelConfig, initialise
 from sinklab.model.loss import AddedLosses, next_token_loss
 from sinklab.model.mixer import DeltaMixer
 from sinklab.model.norm import build_norm
-from sinklab.model.past import Past
 from sinklab.model.position import Absolute, Distance, DistanceTerm, Learnable, Rotary, rotary_tables, sinusoid
 
 
@@ -111,17 +110,25 @@ class Transformer(nn.Module):
         x_BTE = self.embedding_map(self.embedding(tokens_BT))
         x_BLE = self._placed(x_BTE, first - self.leading if first else 0, padding_B)
         if leading:
-            x_BLE = self._led(x_BLE, padding_B)
+            assert self.sink_token is not None
+            x_BLE = torch.cat((self.sink_token.expand(len(x_BLE), -1, -1), x_BLE), dim=1)
+            if padding_B is not None:  # the padding stays in front of the sink token
+                at_L, before_B1 = torch.arange(x_BLE.shape[1], device=x_BLE.device), padding_B[:, None]
+                behind_BL = torch.where(at_L < before_B1 + self.leading, at_L - before_B1, at_L)
+                from_BL = torch.where(at_L < before_B1, at_L + self.leading, behind_BL)
+                x_BLE = x_BLE.gather(1, from_BL[..., None].expand_as(x_BLE))
         documents_BL = self._documents(tokens_BT if past is None else past.extend(tokens_BT), padding_B)
         padded_BL = None
         if padding_B is not None and not first:
             padded_BL = torch.arange(x_BLE.shape[1], device=x_BLE.device) < padding_B[:, None]
         mixes = self.config.value_residual.kind != "none"
         inputs = LayerInputs(None, documents_BL, [] if mixes else None, padding_B, padded_BL)
-        with_rotary = {
-            kind.position: replace(inputs, rotary=self._rotary(kind, x_BLE, first - self.leading, padding_B))
-            for kind in self.config.layer_kinds
-        }
+        with_rotary, (_, L, _), dtype = {}, x_BLE.shape, accumulate_dtype(x_BLE.dtype)
+        for kind in self.config.layer_kinds:
+            if isinstance(kind.position, Rotary):
+                theta, width, start = kind.position.theta, kind.rotary_width, first - self.leading
+                tables = rotary_tables(L, width, theta, x_BLE.device, start, dtype=dtype, padding_B=padding_B)
+                with_rotary[kind.position] = replace(inputs, rotary=tables)
         for index, block in enumerate(self.blocks):
             here = with_rotary.get(self.layer_configs[index].position, inputs)
             x_BLE = block(x_BLE, here) if past is None else block(x_BLE, here, past.layers[index])
@@ -138,15 +145,6 @@ class Transformer(nn.Module):
         own = self.layer_configs[layer - 1]
         return DecoderBlock(own, self.distance if isinstance(own.position, Distance) else None, layer)
 
-    def _rotary(
-        self, kind: ModelConfig, x_BLE: Tensor, start: int, padding_B: Tensor | None
-    ) -> tuple[Tensor, Tensor] | None:
-        if not isinstance(kind.position, Rotary):
-            return None
-        length, dtype = x_BLE.shape[1], accumulate_dtype(x_BLE.dtype)
-        theta, width = kind.position.theta, kind.rotary_width
-        return rotary_tables(length, width, theta, x_BLE.device, start, dtype=dtype, padding_B=padding_B)
-
     def _must_be_read_again(self, past: Past, padding_B: Tensor | None) -> bool:
         """Return True if the cached tokens must be recomputed.
 
@@ -162,16 +160,6 @@ class Transformer(nn.Module):
         if padding_B is not before_B and not torch.equal(padding_B, before_B):
             return True
         return shared > 1 and seen - int(padding_B.max()) < shared
-
-    def _led(self, x_BTE: Tensor, padding_B: Tensor | None) -> Tensor:
-        assert self.sink_token is not None
-        x_BLE = torch.cat((self.sink_token.expand(len(x_BTE), -1, -1), x_BTE), dim=1)
-        if padding_B is None:
-            return x_BLE
-        at_L, before_B1 = torch.arange(x_BLE.shape[1], device=x_BLE.device), padding_B[:, None]
-        behind_BL = torch.where(at_L < before_B1 + self.leading, at_L - before_B1, at_L)
-        from_BL = torch.where(at_L < before_B1, at_L + self.leading, behind_BL)
-        return x_BLE.gather(1, from_BL[..., None].expand_as(x_BLE))
 
     def _placed(self, x_BTE: Tensor, first: int, padding_B: Tensor | None) -> Tensor:
         """Add sinusoidal or learned positional embeddings, if any; `first` is the first token's index in the row."""
@@ -207,20 +195,13 @@ class Transformer(nn.Module):
         return F.pad(ends_BT.cumsum(1) - ends_BT, (self.leading, 0))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Compute the next-token logits, (B, T, V).
-
-        Raises:
-            InputError: see `hidden`.
-        """
+        """Compute the next-token logits, (B, T, V)."""
         return self.head(self.hidden(tokens_BT))
 
     def loss(self, tokens_BT: Tensor) -> Tensor:
         """Compute the mean next-token loss over targets 2 .. T, in nats per token (scalar). Padding is not supported.
 
         Under a prefix mask, targets begin at `config.first_target`.
-
-        Raises:
-            InputError: see `hidden`.
         """
         first = self.config.first_target - 1
         hidden_BTE = self.hidden(tokens_BT[:, :-1])[:, first - 1 :]
@@ -230,9 +211,6 @@ class Transformer(nn.Module):
         """Return the next-token loss in nats per token and the weighted auxiliary losses, (1 + number of terms,).
 
         Training minimises their sum.
-
-        Raises:
-            InputError: see `hidden`.
         """
         outputs: list[Tensor] = []
 

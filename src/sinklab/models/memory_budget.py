@@ -1,7 +1,7 @@
 """Default batch size, from an estimate of the memory per sequence and the free memory.
 
 The estimate is conservative. On a CPU, Linux overcommits memory and kills a process that runs out of it, so the batch
-cannot be halved afterwards (measuring/batches.py). The estimate includes tensors that grow with the sequence:
+cannot be halved afterwards (measuring/accumulate.py). The estimate includes tensors that grow with the sequence:
 activations of one block, recorded attention sums, attention matrices of models that compute them, and logits of models
 that cannot compute them in chunks. Logits computed in chunks are negligible.
 """

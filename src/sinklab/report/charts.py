@@ -383,7 +383,7 @@ def heatmap(
         alt.Tooltip("value:Q", title=scale.what, format=".4f"),
     ]
     uniform = ", ".join(f"{value:.3f}" for value in scale.references)
-    marked = {"values": [scale.low, *scale.references, scale.high], "format": ".3~f"} if uniform else {}
+    marked: dict[str, Any] = {"values": [scale.low, *scale.references, scale.high], "format": ".3~f"} if uniform else {}
     colour = alt.Color(
         "value:Q",
         title=scale.what[:1].upper() + scale.what[1:] + (f" ({UNIFORM}: {uniform})" if uniform else ""),
@@ -516,10 +516,11 @@ def _channel(
     scale, title = axis.scale, axis.title
     if scale == "auto":
         scale = "log" if low > 0 and high > LOG_RATIO * low else "linear"
-    settings = {"zero": axis.zero, "nice": not axis.whole}
+    settings: dict[str, Any] = {"zero": axis.zero, "nice": not axis.whole}
     form = axis.format or (",d" if axis.whole else ",~r")
     if scale == "log":
-        settings, form = {"type": "log", "nice": False, "padding": 10}, axis.format or "~g"
+        settings = {"type": "log", "nice": False, "padding": 10}
+        form = axis.format or "~g"
     elif scale == "symlog":
         settings = {"type": "symlog", "constant": axis.constant}
     if scale != "linear":

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from sinklab.assessing.assessment import ASSESSMENT, load_assessment
+from sinklab.assessing.assess_model import ASSESSMENT, load_assessment
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.documents import SUMMARY, CellSummary, RunRecord, Summary, read_record
 from sinklab.experiments.sweep.packed import is_packed
 from sinklab.files import folders_with, if_present, parse_json, read_document, read_mapping
-from sinklab.measuring.statistics.highest import later_sink_text
 from sinklab.report.data import ReportData, ReportedRun, Suite, assign_cells, model_name, recipe_changes
 from sinklab.report.sweeps import Sweep, read_sweep, value_text
 from sinklab.schema import leaves
 from sinklab.survey.suites import FILES, SuiteDocument
+from sinklab.tables import later_sink_text
 from sinklab.train.checkpoint import steps_saved
 from sinklab.train.lock import is_held
 from sinklab.train.run import Evaluation, read_history

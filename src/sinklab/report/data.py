@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from sinklab.assessing.assessment import Assessment
+from sinklab.assessing.assess_model import Assessment
 from sinklab.errors import InputError
 from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.registry import Evaluation

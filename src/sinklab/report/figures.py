@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from sinklab.assessing.assessment import Assessment
+from sinklab.assessing.assess_model import Assessment
 from sinklab.assessing.part import LOSS_ADDED
 from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.registry import METRICS, Evaluation
+from sinklab.report.cells import later_sink_of_cell
 from sinklab.report.charts import (
     STEPS,
     Figure,
@@ -24,7 +25,6 @@ from sinklab.report.charts import (
 from sinklab.report.data import ReportData, ReportedRun, by_layer, over_seeds, rates_by_eps, run_table
 from sinklab.report.html import caption
 from sinklab.report.measurement_figures import details_figures, importance_figures
-from sinklab.report.result_tables import later_sink_of_cell
 from sinklab.schema import finite_or_none
 from sinklab.survey.suites import SavedCheckpoint
 from sinklab.tables import SINK_1, PlotAxis

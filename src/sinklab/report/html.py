@@ -46,7 +46,7 @@ def texts() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {"escaped": escaped, "markdown": markdown}
-    environment.globals["counted"] = counted
+    environment.globals["counted"] = counted  # pyrefly: ignore[unsupported-operation]
     return environment
 
 

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 
 from sinklab.assessing.parts.heads import Heads
+from sinklab.attention import importance as metrics
 from sinklab.errors import InputError
-from sinklab.measuring import metrics
-from sinklab.measuring.explored import Explored
+from sinklab.measuring.findings import Explored
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.statistics import plot_specs
+from sinklab.measuring.statistics import statistic_base as plot_specs
 from sinklab.measuring.statistics.details import STATISTICS, Details
-from sinklab.measuring.statistics.plot_specs import BucketLines, Heatmap, PlotSpec
 from sinklab.measuring.statistics.secondary import ALIGNED, ENOUGH, FIRST_FEW, STANDS_OUT
+from sinklab.measuring.statistics.statistic_base import BucketLines, Heatmap, PlotSpec
 from sinklab.report import charts, html
 from sinklab.report import html as theme
 from sinklab.report.charts import ChartRows, ColourScale, Drawing, Figure

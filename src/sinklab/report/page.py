@@ -46,13 +46,14 @@ from sinklab.files import (
 from sinklab.measuring.answer import answer
 from sinklab.report import charts
 from sinklab.report import html as theme
+from sinklab.report.cells import cells_table, headline
 from sinklab.report.charts import Figure
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun, model_label
 from sinklab.report.figures import figures
 from sinklab.report.html import template_text, templates
 from sinklab.report.measurement_figures import explorers
-from sinklab.report.result_tables import answers_table, assessment_table, cells_table, headline, suite_tables
+from sinklab.report.result_tables import answers_table, assessment_table, suite_tables
 from sinklab.report.sections import experiment_groups, experiment_sections, glance, leaderboard
 from sinklab.report.sweep_figures import forests
 from sinklab.report.sweeps import Sweep, origins, remarks_on_counts, subjects_of_claims

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sinklab.assessing.assessment import comparable
+from sinklab.assessing.assess_model import comparable
 from sinklab.assessing.parts import NUMBERS
 from sinklab.experiments.documents import (
     ANALYSES,
@@ -295,10 +295,11 @@ class Leaderboard:
 
         Columns without values are omitted.
         """
-        rows = [
+        forms = [column.form for column in self.columns]
+        rows: list[list[Value]] = [
             [
                 cell + (f" ({counted(self.failed[cell], 'run')} failed)" if self.failed[cell] else ""),
-                *(one and one.cell(column.form) for one, column in zip(scores, self.columns, strict=True)),
+                *(None if one is None else one.cell(form) for one, form in zip(scores, forms, strict=True)),
             ]
             for cell, scores in self.scores.items()
         ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
-from sinklab.assessing.assessment import ASSESSMENT, Assessment, load_assessment
+from sinklab.assessing.assess_model import ASSESSMENT, Assessment, load_assessment
 from sinklab.experiments.documents import (
     ANALYSES,
     GRID,
@@ -30,8 +30,7 @@ from sinklab.experiments.sweep.packed import RECIPES, RUNS, is_packed, read_pack
 from sinklab.experiments.verdicts.kinds import ONE_MAY_DEVIATE
 from sinklab.files import parse_yaml
 from sinklab.measuring.registry import Metric
-from sinklab.measuring.statistics.highest import later_sink_text
-from sinklab.tables import Table, TableCell, TableColumn, Value, counted, names, number_text
+from sinklab.tables import Table, TableCell, TableColumn, Value, counted, later_sink_text, names, number_text
 from sinklab.train.run import Evaluation, read_environment, read_history
 
 PROVENANCE = ("recipe.yaml", "measurement.json")

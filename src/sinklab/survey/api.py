@@ -17,19 +17,16 @@ from transformers.training_args import TrainingArguments
 from sinklab.attention.masks import real_tokens
 from sinklab.errors import InputError
 from sinklab.measuring.driver import measure as measure_tokens
+from sinklab.measuring.driver import measure_with_study
 from sinklab.measuring.inputs import token_matrix
 from sinklab.measuring.measurement import FED, Fed, Measurement
-from sinklab.measuring.options import Inputs, Options, Study
-from sinklab.measuring.surgery.study import measure_with_study
-from sinklab.models.adapter import LanguageModel, adapt, unwrapped
+from sinklab.measuring.options import Inputs, Options, Request, Study
+from sinklab.models.adapter import LanguageModel, NativeAdapter, adapt, unwrapped
 from sinklab.models.families import text_config
-from sinklab.models.hooks import Progress
-from sinklab.models.intercept import measured_in_turn
-from sinklab.models.native import NativeAdapter
+from sinklab.models.hooks import Progress, measured_in_turn
 from sinklab.opening import model_in_memory, open_model
 from sinklab.schema import finite_or_none
-from sinklab.survey.measure_one import measure_loaded
-from sinklab.survey.request import Request
+from sinklab.survey.measure import measure_loaded
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -89,12 +86,12 @@ def measure(
         maps: (layer, head) pairs, 1-based. The matrices of attention, cosine and norm product of these heads are added
             to `Measurement.details`; implies `details`.
         explore: also save the attention map of every head on the first 128 tokens of the first sequence, in 8 bits
-            (explored.py). This takes one more forward pass, and one byte per head, query and key. In a model with more
+            (findings.py). This takes one more forward pass, and one byte per head, query and key. In a model with more
             than 1,000 heads, `maps` is required, and only the heads in `maps` are saved.
         gradients: also measure the gradient norm of the loss at the attention input, by layer and position, and the
-            ratio R_GS of gradient sinks (gradients.py). This takes another forward and a backward pass per batch.
+            ratio R_GS of gradient sinks (driver.py). This takes another forward and a backward pass per batch.
             Padding is not supported.
-        ablate: ablations to measure: "mask_first:N", "no_bos", "zero_massive", "zero_massive:LAYER" (ablations.py).
+        ablate: ablations to measure: "mask_first:N", "no_bos", "zero_massive", "zero_massive:LAYER" (surgery.py).
             Padding is not supported.
         perturb: 1-based position whose token is replaced, to measure how far the effect spreads (mixing.py). Padding is
             not supported.
@@ -277,9 +274,6 @@ class SinkCallback(TrainerCallback):
         """Measure the model if `logs` contain metrics of an evaluation, whose names begin with "eval_".
 
         The sink metrics are added to `logs` and to the last entry of the log history.
-
-        Raises:
-            InputError, SinklabError: see `sinklab.measure`.
         """
         if logs is None or not any(name.startswith(EVAL_PREFIX) for name in logs):
             return

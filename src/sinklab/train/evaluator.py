@@ -21,8 +21,8 @@ from sinklab.files import write_json
 from sinklab.measuring.driver import measure
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
+from sinklab.models.adapter import NativeAdapter
 from sinklab.models.hooks import evaluating
-from sinklab.models.native import NativeAdapter
 from sinklab.train.run import Run, read_metrics
 from sinklab.train.update import Updater
 from sinklab.train.world import gathered
@@ -159,7 +159,7 @@ class _Wandb:
     """
 
     def __init__(self, run: Run, step: int) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]  # not in the extra `dev`
+        import wandb  # not in the extra `dev`
 
         self._wandb = wandb
         path = run.directory / "tracking.json"

@@ -30,14 +30,14 @@ from torch import nn
 
 from sinklab.attention.masks import visible_keys
 from sinklab.attention.operations.kernel import Kernel
+from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import known_vocabulary, prepared
-from sinklab.data.shards import TokenDataset
 from sinklab.errors import InputError
 from sinklab.model.block import LinearBlock
 from sinklab.model.config import ModelConfig
-from sinklab.model.gate import ValueGating
 from sinklab.model.loss import WHOLE
 from sinklab.model.transformer import Transformer
+from sinklab.model.values import ValueGating
 from sinklab.models.memory_budget import total_bytes
 from sinklab.train.optim import hidden_matrices
 from sinklab.train.recipe import Muon, Recipe, Sgd

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from sinklab.data.config import DataConfig, Selection
+from sinklab.data.loader import DataConfig, Selection
 from sinklab.errors import InputError
 from sinklab.files import parse_yaml
 from sinklab.model.config import ModelConfig

@@ -33,9 +33,8 @@ import numpy as np
 import torch
 
 import sinklab
-from sinklab.data.loader import Loader
+from sinklab.data.loader import Loader, TokenDataset
 from sinklab.data.prepare import prepared
-from sinklab.data.shards import TokenDataset
 from sinklab.device import float32_if_emulated, multiplies_natively, pick_device, processor_name
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.files import RECIPE, RUNS, parse_json, write_json, write_text, written_aside
@@ -272,7 +271,7 @@ def open_run(recipe: Recipe, dataset: TokenDataset, out: Path | None = None) -> 
     found, *earlier = recorded_hashes(run.directory) or (None,)
     if found is None and (strange := [name for name in OWN if (run.directory / name).exists()]):
         raise InputError(f"{run.directory} has {strange[0]} but no env.json: choose another --out")
-    if found in (None, run_hash):
+    if found is None or found == run_hash:
         return replace(run, earlier=tuple(earlier))
     shorter = shorter_run(run.directory, recipe, dataset.fingerprint, found)
     if shorter is None:

@@ -92,9 +92,9 @@ def load_start(name: str) -> Start:
         run = load_run(Path(name))
         weights = {key: tensor.detach().float() for key, tensor in run.model.state_dict().items()}
         return Start(name, run.recipe.model.model_dump(mode="json"), weights, load_tokenizer(str(run.tokenizer_path)))
+    from sinklab.models.adapter import own_transformer
     from sinklab.models.families import family_of
     from sinklab.models.huggingface.loading import Loading, load_pretrained
-    from sinklab.models.native import own_transformer
 
     loaded = load_pretrained(name, Loading(dtype="float32", device="cpu"))
     own = own_transformer(loaded.model)

@@ -264,8 +264,9 @@ def compile_blocks(model: Transformer, choice: Compile, device: torch.device) ->
     """
     if choice == "off" or (choice != "on" and device.type != "cuda"):
         return
-    for block in model.blocks:
-        for name in block.compiled_parts:  # type: ignore[union-attr]
+    blocks: Any = model.blocks
+    for block in blocks:
+        for name in block.compiled_parts:
             if block.placement == "post" and name.startswith("after_"):
                 continue  # evaluations hook the input of its norms (models/hooks.py)
             setattr(block, name, compiled(getattr(block, name), dynamic=False))

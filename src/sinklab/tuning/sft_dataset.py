@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sinklab.data.sources.textfiles import Message, ReadCounts, expanded, notes_on_folder, read_conversations
+from sinklab.data.textfiles import Message, ReadCounts, expanded, notes_on_folder, read_conversations
 from sinklab.device import pick_device
 from sinklab.errors import InputError
 from sinklab.files import sha256_of
 from sinklab.measuring.inputs import default_prefix, natural_text, token_rows
 from sinklab.models.huggingface.loading import DEVICE_MAP, Loading
-from sinklab.models.huggingface.rendering import MARK, Rendered, render_chat
+from sinklab.models.huggingface.tokenizer_files import MARK, Rendered, render_chat
 from sinklab.opening import Model, open_model
 from sinklab.tables import plural
 from sinklab.train.recipe import load_recipe

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset  # pyright: ignore[reportMissingImports]  # comes with trl, an extra that `dev` leaves out
+from datasets import Dataset  # comes with trl, an extra that `dev` leaves out
 from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
-from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
+from trl import SFTConfig, SFTTrainer
 
 from sinklab.errors import SinklabError
 from sinklab.jobs import StepProgress
 from sinklab.model.loss import IGNORED
-from sinklab.models.native import is_exported
+from sinklab.models.families import family_of
 from sinklab.survey.api import EVAL_PREFIX, SinkCallback
 from sinklab.tuning.sft_dataset import SftDataset, TokenizedChat
 from sinklab.tuning.tuned_directory import METRICS, SINK, UPDATES, rows_of, write_rows
@@ -95,7 +95,7 @@ class Tuner(SFTTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        compute = Trainer.compute_loss if is_exported(self.model) else SFTTrainer.compute_loss
+        compute = Trainer.compute_loss if family_of(self.model).exported else SFTTrainer.compute_loss
         found: Any = compute(self, model, inputs, return_outputs, num_items_in_batch)
         if not model.training:
             targets = int((inputs["labels"][:, 1:] != IGNORED).sum())

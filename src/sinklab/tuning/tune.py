@@ -9,8 +9,8 @@ from pathlib import Path
 from sinklab.errors import InputError, SinklabError, require_extra
 from sinklab.files import is_full, sha256_of
 from sinklab.jobs import JobEvent, Ledger, Observer, StepProgress, check_request, ignore
+from sinklab.models.families import family_of
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, without_bars
-from sinklab.models.native import is_exported
 from sinklab.signals import stop_on_signals
 from sinklab.tuning import tuned_directory
 from sinklab.tuning.settings import TuneOptions, settings_for
@@ -144,7 +144,7 @@ def _train(found: Tuning, data: SftDataset, out: Path, ledger: Ledger[Tuning], o
         }
     )
     if done and place is not None and not (out / MODEL).exists():
-        tuned_directory.write_model(place, out / MODEL, found, is_exported(data.model.module))
+        tuned_directory.write_model(place, out / MODEL, found, family_of(data.model.module).exported)
     ledger.save(found)
     if done:
         shutil.rmtree(folder, ignore_errors=True)

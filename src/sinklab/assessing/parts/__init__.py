@@ -1,6 +1,7 @@
-"""The parts of an assessment, one per file of this folder, as listed in `PART_NAMES`."""
+"""The parts of an assessment: the subclasses of `AssessPart` in the files of this folder, listed in `PART_NAMES`."""
 
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import Annotated
 
 from pydantic import AfterValidator
@@ -9,8 +10,8 @@ from sinklab.assessing.part import AssessPart
 from sinklab.assessing.settings import PART_NAMES
 from sinklab.errors import InputError
 
-for name in PART_NAMES:
-    import_module(f"{__name__}.{name}")
+for module in iter_modules(__path__):
+    import_module(f"{__name__}.{module.name}")
 
 _CLASSES = {part.name: part for part in AssessPart.__subclasses__()}
 PARTS = {name: _CLASSES[name] for name in PART_NAMES}

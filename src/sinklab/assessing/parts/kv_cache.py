@@ -75,8 +75,7 @@ from sinklab.measuring.options import SINK_EPS
 from sinklab.measuring.statistics.secondary import ENOUGH
 from sinklab.models.adapter import Adapter
 from sinklab.models.families import LATENT_WIDTH, text_config
-from sinklab.models.hooks import hooked
-from sinklab.models.intercept import intercept
+from sinklab.models.hooks import hooked, intercept
 from sinklab.tables import PlotAxis
 
 BITS = (8, 4, 3, 2)

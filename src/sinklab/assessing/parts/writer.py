@@ -60,10 +60,10 @@ from sinklab.models.hooks import (
     evaluating,
     hidden_states,
     hooked,
+    intercept,
     requiring_grad,
     residual_stream,
 )
-from sinklab.models.intercept import intercept
 from sinklab.schema import ReadDocument
 from sinklab.tables import PlotAxis
 
@@ -434,7 +434,8 @@ def _neurons_and_experts(
         g: factor g of the module docstring.
         sign: 1 or -1; with -1, the most negative addition is the largest.
     """
-    neurons, experts = [], []
+    neurons: list[NeuronWrites] = []
+    experts: list[ExpertWrites] = []
     for one in maps:
         writes = (one.activation * one.by_channel[channel]).float()
         adds = g * writes
@@ -453,11 +454,9 @@ def _neurons_and_experts(
         if adds.ndim > 1:
             sums = enumerate((g * writes.sum(-1)).tolist())
             experts += [ExpertWrites(name=one.name, expert=expert, adds=total) for expert, total in sums if total]
-
-    def largest_first(one: NeuronWrites | ExpertWrites) -> float:
-        return -sign * one.adds
-
-    return sorted(neurons, key=largest_first)[:STRONGEST_NEURONS], sorted(experts, key=largest_first)
+    neurons.sort(key=lambda one: -sign * one.adds)
+    experts.sort(key=lambda one: -sign * one.adds)
+    return neurons[:STRONGEST_NEURONS], experts
 
 
 def _zeroed(

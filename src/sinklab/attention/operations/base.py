@@ -92,19 +92,11 @@ class Call:
         return ScoreMatrix(self.q_BHTD, self.k_BGTD, mask, self.score(similarity), self.scale)
 
     def attend(self, v_BGTV: Tensor, similarity: Score | None = None) -> tuple[Tensor, Tensor]:
-        """Compute (out_BHTV, lse_BHT) for a log-similarity, without bias key and sink logit.
-
-        Raises:
-            ValueError: see `primitive.attend`.
-        """
+        """Compute (out_BHTV, lse_BHT) for a log-similarity, without bias key and sink logit."""
         return attend(self.matrix(similarity), v_BGTV, self.backend)
 
     def attend_output(self, v_BGTV: Tensor, similarity: Score | None = None) -> Tensor:
-        """Compute the output of `attend` without lse, for which a fused kernel may be used.
-
-        Raises:
-            ValueError: see `primitive.attend`.
-        """
+        """Compute the output of `attend` without lse, for which a fused kernel may be used."""
         return attend_output(self.matrix(similarity), v_BGTV, self.backend)
 
     def rows(self, similarity: Score | None = None) -> Iterator[Rows]:

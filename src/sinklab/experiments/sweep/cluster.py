@@ -21,7 +21,6 @@ update. Slurm jobs keep running if the command is killed. Ray restarts tasks who
 ends the tasks of a command with it; the same command resumes their runs.
 """
 
-# pyright: reportMissingImports=false
 # submitit and Ray are optional dependencies that the extra `dev` does not contain.
 
 import logging

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from sinklab.assessing.assessment import ASSESSMENT
+from sinklab.assessing.assess_model import ASSESSMENT
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.experiments.definition import SCALE_NOTES
 from sinklab.experiments.documents import RECORD, SUMMARY, RunRecord, Summary, edited, read_record

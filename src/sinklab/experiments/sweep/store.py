@@ -12,9 +12,9 @@ from typing import Any, cast
 
 from pydantic import Field
 
-from sinklab.assessing.assessment import ASSESSMENT, load_assessment
+from sinklab.assessing.assess_model import ASSESSMENT, load_assessment
 from sinklab.assessing.parts import PartName
-from sinklab.data.shards import TokenDataset
+from sinklab.data.loader import TokenDataset
 from sinklab.errors import InputError
 from sinklab.experiments.claims import Diverges, Scale, parts_of
 from sinklab.experiments.definition import ONLY_MEASURED, Experiment

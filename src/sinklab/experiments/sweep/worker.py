@@ -35,7 +35,7 @@ from sinklab.errors import InputError, SinklabError, StoppedError
 from sinklab.experiments.documents import RunRecord, checksums, record_of
 from sinklab.experiments.sweep.engine import Event, MetricsTail, PlannedRun
 from sinklab.files import parse_json, write_json
-from sinklab.measuring.batches import process_peak_mb
+from sinklab.measuring.accumulate import process_peak_mb
 from sinklab.signals import PREEMPTING, stop_on_signals
 from sinklab.train.checkpoint import steps_saved
 from sinklab.train.lock import HeldError, lock_run

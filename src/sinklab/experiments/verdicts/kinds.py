@@ -14,7 +14,7 @@ from scipy.special import betaincinv
 from sinklab.experiments import claims
 from sinklab.experiments.documents import CellSummary
 from sinklab.experiments.quantities import AT_EPS, AVERAGED, quantity
-from sinklab.measuring.statistics.highest import NO_SINK
+from sinklab.tables import NO_SINK
 
 FEWEST = 5
 """Minimum number of replicates (seeds, draws or models) of a verdict."""

@@ -32,9 +32,8 @@ from sinklab.experiments.verdicts.kinds import (
 )
 from sinklab.files import parse_json
 from sinklab.measuring.registry import OTHERS, Metric
-from sinklab.measuring.statistics.highest import NO_SINK
 from sinklab.schema import ReadDocument, VersionedDocument
-from sinklab.tables import plural
+from sinklab.tables import NO_SINK, plural
 
 
 def number(value: float, of: Metric) -> str:

@@ -16,25 +16,23 @@ import torch.nn.functional as F
 from pydantic import ConfigDict, FiniteFloat, SerializerFunctionWrapHandler, model_serializer, model_validator
 from torch import Tensor
 
-from sinklab.measuring.metrics import first_to_rest
-from sinklab.measuring.statistics.plot_specs import (
-    BlockLines,
-    BucketLines,
-    Column,
-    HeadMap,
-    MatrixMap,
-    PositionMap,
-    SequenceLines,
-)
+from sinklab.attention.importance import first_to_rest
 from sinklab.measuring.statistics.secondary import Percent, Secondary, SecondarySink, SecondaryToken
 from sinklab.measuring.statistics.statistic_base import (
     Array,
     ArrayOrNone,
+    BlockLines,
+    BucketLines,
+    Column,
+    HeadMap,
     Layer,
+    MatrixMap,
     OfRows,
     OfStates,
     OfStream,
+    PositionMap,
     ScoreBlock,
+    SequenceLines,
     Statistic,
     WithArrays,
 )
@@ -443,7 +441,7 @@ class Details(WithArrays):
     """
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, list[FiniteFloat] | None]  # pyright: ignore[reportIncompatibleVariableOverride]
+    __pydantic_extra__: dict[str, list[FiniteFloat] | None]  # pyrefly: ignore[bad-override]
     prefix = "details_"
 
     secondary_rate: Percent

@@ -4,22 +4,44 @@ The gate logits, one per head or per channel, are outputs of the query projectio
 (Qwen3-Next, Qwen3.5) or of each KV head (the models of 2505.06708), or outputs of a separate projection (AFMoE, Step
 3.7). The layout is not derived from the architecture name: each layout is tried on a few tokens, and used if out *
 sigmoid(logits) equals the input of o_proj. Other kinds of gates are not detected.
+
+Hide the first keys in a Hugging Face model through the attention mask.
+
+Attention modules of transformers accept `attention_mask`, which is None (causal), boolean or additive. One hook that
+changes it therefore covers all model families, also those that do not use transformers' attention interface. The
+model's own code still computes the attention. Calls of the hook are counted in every forward pass: a number other than
+that of the attention layers is an error.
+
+Loss of a forward pass without storing all logits (4 GB in float32 for 32,768 tokens and a vocabulary of 32,768).
+
+The first call of the model computes the final hidden states and the logits of one position. Then the model is called
+once for each chunk of positions, and its body returns the stored hidden states. Thus the model's own code computes
+everything after the body, such as scaling and softcap of the logits.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.query_blocks import accumulate_dtype
-from sinklab.models.families import GATES, OUTPUT, QUERIES
-from sinklab.models.hooks import evaluating, hooked
-from sinklab.models.intercept import Compute
+from sinklab.errors import SinklabError
+from sinklab.model.loss import IGNORED
+from sinklab.models import families
+from sinklab.models.families import GATES, OUTPUT, QUERIES, bodies, family_of, vocabulary_size
+from sinklab.models.hooks import Compute, FirstColumns, evaluating, forward_pass_hooks, hooked
+from sinklab.models.memory_budget import LOGITS_AT_ONCE, LOGITS_AT_ONCE_CUDA
 
 
 @dataclass(frozen=True)
@@ -123,3 +145,178 @@ def _layouts(linear: nn.Linear, layer: LayerCall, width: int) -> Iterator[GateLa
         if width == H * (D + gates):
             for groups in dict.fromkeys((H, layer.call.k_BGTD.shape[1])):
                 yield GateLayout(linear, H, groups, gates * H // groups)
+
+
+MASKLESS = ("flash", "flex", "paged")
+"""Substrings of the names of attention implementations that accept no explicit mask."""
+
+
+class HiddenKeys:
+    """Hooks that hide the first n keys from later queries, and count the attention layers in which they do.
+
+    Args:
+        blocks: decoder blocks of the model.
+        columns: function yielded by `HuggingFaceAdapter.first_columns`.
+
+    Raises:
+        SinklabError: if no layer has softmax attention; in a forward pass, if the attention implementation accepts no
+            explicit mask, or the keys cannot be hidden in every attention layer.
+    """
+
+    def __init__(self, model: PreTrainedModel, blocks: Sequence[nn.Module], n: int, columns: FirstColumns) -> None:
+        kinds = families.layer_kinds(model.config)
+        self._model, self._n, self._columns = model, n, columns
+        self._blocks, self._true_hides = blocks, family_of(model).true_hides
+        self._hybrid = bool(kinds.linear) or len(kinds.attention) < kinds.total
+        self._expected, self._reached, self._running = families.attention_layers(model.config), 0, False
+
+    def register(self) -> Iterator[RemovableHandle]:
+        """Register the hooks and yield their handles."""
+        yield self._blocks[0].register_forward_pre_hook(self._beginning)
+        yield from forward_pass_hooks({self._model, *families.bodies(self._model)}, self._entering, self._ending)
+        for block in self._blocks:
+            parts = [part for part in block.modules() if part is not block]
+            takers = [part for part in parts if "attention_mask" in inspect.signature(part.forward).parameters]
+            attention = [part for part in takers if hasattr(part, "is_causal")]
+            inside = {inner for part in attention for inner in part.modules() if inner is not part}  # such as indexers
+            takers = [part for part in takers if part not in inside]
+            for part in takers:
+                if not any(inner is not part and inner in takers for inner in part.modules()):
+                    yield part.register_forward_pre_hook(self._attending, with_kwargs=True)
+
+    def _entering(self, *_: Any) -> None:
+        self._running = False
+
+    def _beginning(self, _: nn.Module, __: tuple[Any, ...]) -> None:
+        self._reached, self._running = 0, True
+
+    def _ending(self, output: Any) -> None:
+        if output is not None and self._running and self._reached != self._expected:
+            raise SinklabError(
+                f"the first keys were hidden in {self._reached} of {self._expected} attention layers of a "
+                f"{self._model.config.model_type!r} model: it does not pass `attention_mask` to each of them once, as "
+                "other Hugging Face models do"
+            )
+
+    def _attending(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = list(inspect.signature(module.forward).parameters)
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        states_BTC = next(value for value in arguments.values() if isinstance(value, Tensor))
+        mask = arguments.get("attention_mask")
+        if self._hybrid and not getattr(module, "is_causal", False):
+            return None  # a recurrent layer
+        if mask is not None and not isinstance(mask, Tensor):
+            raise SinklabError(f"{type(module).__name__} uses a {type(mask).__name__} as mask: no key can be hidden")
+        implementation = str(self._model.config._attn_implementation)  # sinklab's own while calls are intercepted
+        if any(name in implementation for name in MASKLESS):
+            raise SinklabError(
+                f"the attention implementation {implementation!r} accepts no explicit mask, so no keys can be hidden: "
+                'load the model with attn_implementation="sdpa"'
+            )
+        self._reached += 1
+        place_T = torch.arange(states_BTC.shape[1], device=states_BTC.device)
+        if mask is not None and mask.shape[-1] != len(place_T):
+            raise SinklabError(
+                f"{type(module).__name__} has a mask of {mask.shape[-1]} keys for {len(place_T)} tokens: no key can be "
+                "hidden"
+            )
+        first_B1 = self._columns(states_BTC)[:, None]
+        late_BT = place_T >= first_B1 + self._n
+        hidden_B1TT = (late_BT[:, :, None] & ((place_T >= first_B1) & ~late_BT)[:, None, :])[:, None]
+        if mask is None:
+            mask = (place_T <= place_T[:, None]) & ~hidden_B1TT
+        elif mask.dtype != torch.bool:
+            mask = mask.masked_fill(hidden_B1TT, torch.finfo(mask.dtype).min)
+        else:
+            mask = mask | hidden_B1TT if self._true_hides else mask & ~hidden_B1TT
+        place = names.index("attention_mask")
+        if place < len(args):
+            return (*args[:place], mask, *args[place + 1 :]), kwargs
+        return args, kwargs | {"attention_mask": mask}
+
+
+LOGITS_IN_CACHE = 2**20  # logits per chunk of log-probabilities: 4 MB in float32
+
+
+def forward_loss(
+    model: PreTrainedModel,
+    tokens_BT: Tensor,
+    real_BT: Tensor,
+    *,
+    arguments: dict[str, Any],
+    paused: AbstractContextManager[None],
+) -> tuple[float, int]:
+    """Run one forward pass; return the cross-entropy summed over targets, in nats, and the number of targets.
+
+    Args:
+        tokens_BT: token ids (B, T).
+        real_BT: bool, True at real tokens; a target counts if it and the token before it are real.
+        arguments: keyword arguments passed to the model in addition to the tokens.
+        paused: context manager that is entered while only the LM head runs, if the logits are computed in chunks.
+    """
+    both_BT = real_BT & F.pad(real_BT[:, 1:], (0, 1))  # the position and its target are real
+    wanted_BT = F.pad(tokens_BT[:, 1:], (0, 1)).masked_fill(~both_BT, IGNORED)
+    number = int((wanted_BT != IGNORED).sum())
+    at_once = LOGITS_AT_ONCE_CUDA if tokens_BT.is_cuda else LOGITS_AT_ONCE
+    pieces = math.ceil(vocabulary_size(model) * tokens_BT.numel() / at_once)
+    if pieces == 1 or not has_piecewise_logits(model):
+        return cross_entropy_sum(model(tokens_BT, **arguments).logits, wanted_BT), number
+    total = 0.0
+    with ExitStack() as stack:
+        parts = [stack.enter_context(fixed_output(part)) for part in bodies(model)]
+        model(tokens_BT, **arguments, logits_to_keep=1)
+        for part in parts:
+            part.frozen = True
+        stack.enter_context(paused)
+        few = math.ceil(tokens_BT.shape[1] / pieces)
+        for start in range(0, tokens_BT.shape[1] - 1, few):
+            stop = min(start + few, tokens_BT.shape[1] - 1)
+            keep = torch.arange(start, stop, device=tokens_BT.device)
+            total += cross_entropy_sum(
+                model(tokens_BT, **arguments, logits_to_keep=keep).logits, wanted_BT[:, start:stop]
+            )
+    return total, number
+
+
+def cross_entropy_sum(logits_BTV: Tensor, wanted_BT: Tensor) -> float:
+    """Return the cross-entropy in nats, summed over all targets `wanted_BT` that are not IGNORED.
+
+    It is computed in float32 (float64 for float64 logits) and in chunks of positions. This avoids a float32 copy of all
+    logits, and on a CPU a chunk fits into the cache.
+    """
+    logits_NV, wanted_N = logits_BTV.flatten(0, 1), wanted_BT.to(logits_BTV.device).flatten()
+    rows = max(1, (LOGITS_AT_ONCE_CUDA if logits_NV.is_cuda else LOGITS_IN_CACHE) // logits_NV.shape[1])
+    total = 0.0
+    for some_NV, wanted_n in zip(logits_NV.split(rows), wanted_N.split(rows), strict=True):
+        exact_NV = some_NV.to(accumulate_dtype(some_NV.dtype))
+        total += float(F.cross_entropy(exact_NV, wanted_n, ignore_index=IGNORED, reduction="sum"))
+    return total
+
+
+def has_piecewise_logits(model: PreTrainedModel) -> bool:
+    """Return True if the model has a separate body and can compute the logits of selected positions."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters and model.base_model is not model
+
+
+class _Body:
+    """Replacement for a module's `forward`; while it is `frozen`, it returns the latest output without running."""
+
+    def __init__(self, forward: Any, output: Any) -> None:
+        self.frozen = output is not None
+        self._forward, self._output = forward, output
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.frozen:
+            self._output = self._forward(*args, **kwargs)
+        return self._output
+
+
+@contextmanager
+def fixed_output(part: nn.Module, output: Any = None) -> Iterator[_Body]:
+    """Make a module return `output` without running, in the `with` block.
+
+    If `output` is None, the module runs until the yielded object is `frozen`, and then returns its latest output.
+    """
+    body = _Body(part.forward, output)
+    with patch.object(part, "forward", body):
+        yield body

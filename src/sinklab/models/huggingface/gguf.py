@@ -20,11 +20,10 @@ import numpy as np
 import torch
 
 from sinklab.errors import InputError, cause, require_extra
-from sinklab.models.huggingface.anatomy import quantisation
 from sinklab.models.memory_budget import free_bytes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 SUFFIX = ".gguf"
 PART = re.compile(r"(.+-)\d{5}-of-(\d{5})(\.gguf)", re.IGNORECASE)
@@ -90,30 +89,6 @@ class Gguf:
             yield
 
 
-def find_gguf(name_or_dir: str) -> Path | None:
-    """Return the absolute path of the .gguf file: the name itself, or the only .gguf file in a directory.
-
-    None for a directory that has no .gguf file or has safetensors files, and for a name on the hub.
-
-    Raises:
-        InputError: if the name ends in .gguf and does not exist, or the directory has several .gguf files.
-    """
-    path = Path(name_or_dir)
-    if path.suffix.lower() == SUFFIX and not path.is_dir():
-        if not path.is_file():
-            raise InputError(f"there is no file {name_or_dir}: pass the path of a .gguf file")
-        return path.absolute()
-    if not path.is_dir() or any(path.glob("*.safetensors")):
-        return None
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
-    if files and set(files) == set(parts_of(files[0])):  # one model in parts
-        return files[0].absolute()
-    if len(files) > 1:
-        few = ", ".join([file.name for file in files[:3]] + [".."] * (len(files) > 3))
-        raise InputError(f"{name_or_dir} has {len(files)} .gguf files ({few}): pass one of them, such as {files[0]}")
-    return files[0].absolute() if files else None
-
-
 def parts_of(path: Path) -> list[Path]:
     """Return the files of a model that is split like NAME-00001-of-00003.gguf, in order; else the path alone."""
     named = PART.fullmatch(path.name)
@@ -132,7 +107,9 @@ def read_header(path: Path) -> Gguf:
     """
     require_extra("gguf", ("gguf", "accelerate"), f"reading {path.name}")
 
-    class Reader(import_module("gguf").GGUFReader):
+    base: Any = import_module("gguf").GGUFReader
+
+    class Reader(base):
         def _get(self, *args: Any, **options: Any) -> Any:
             self.data = np.asarray(self.data)  # slicing an array is three times as fast as slicing a memmap
             return super()._get(*args, **options)
@@ -187,11 +164,3 @@ def check_memory(file: Gguf, dtype: torch.dtype, device: torch.device) -> None:
             f"{file.path.name} needs {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}, and "
             f"{free / 1e9:.1f} GB of memory are free: use a machine with more memory{advice}"
         )
-
-
-def weights_quantised(model: "PreTrainedModel") -> str | None:
-    """Return the quantisation method of the weights in memory; None without one, and for dequantised GGUF weights."""
-    method = quantisation(model.config)
-    if method == "gguf" and not any(hasattr(module, "ggml_type") for module in model.modules()):
-        return None  # dequantised
-    return method

@@ -26,11 +26,10 @@ from sinklab import register
 from sinklab.device import float32_if_emulated, pick_device
 from sinklab.errors import InputError, cause, require_extra
 from sinklab.files import parse_json
-from sinklab.models.dtypes import dtype_name
-from sinklab.models.families import OTHER_HEAD, text_config
-from sinklab.models.huggingface.anatomy import quantisation, vocabulary_size
-from sinklab.models.huggingface.gguf import Gguf, check_memory, find_gguf, read_header
+from sinklab.models.families import EXPORTED, OTHER_HEAD, quantisation, text_config, vocabulary_size
+from sinklab.models.huggingface.gguf import SUFFIX, Gguf, check_memory, parts_of, read_header
 from sinklab.models.huggingface.tokenizer_files import TokenizerKind, check_counts, check_index, load_tokenizer
+from sinklab.settings import dtype_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -91,16 +90,15 @@ def apply_adapters(model: "PreTrainedModel", base: str, adapters: Sequence[str])
         for module in modules:  # as transformers' set_adapter, which refuses versions of peft that load fine
             if isinstance(module, layer_class):
                 module.set_adapter(names)
-    return [_note(model, name, adapter) for name, adapter in zip(names, adapters, strict=True)]
-
-
-def _note(model: "PreTrainedModel", name: str, adapter: str) -> str:
-    config: Any = model.peft_config[name]
-    kind = str(getattr(config.peft_type, "value", config.peft_type)).lower()
-    targets = getattr(config, "target_modules", None) or ()
-    on = targets if isinstance(targets, str) else ", ".join(sorted(targets))
-    rank = f", rank {config.r}" if getattr(config, "r", None) else ""
-    return f"the adapter {adapter} is applied ({kind}{rank}{f', on {on}' if on else ''})"
+    notes = []
+    for name, adapter in zip(names, adapters, strict=True):
+        config: Any = model.peft_config[name]
+        kind = str(getattr(config.peft_type, "value", config.peft_type)).lower()
+        targets = getattr(config, "target_modules", None) or ()
+        on = targets if isinstance(targets, str) else ", ".join(sorted(targets))
+        rank = f", rank {config.r}" if getattr(config, "r", None) else ""
+        notes.append(f"the adapter {adapter} is applied ({kind}{rank}{f', on {on}' if on else ''})")
+    return notes
 
 
 DEVICE_MAP = "map"  # value of --device
@@ -328,9 +326,11 @@ class _Source:
         """Load the config of the model; see `read` and `check_counts` for errors."""
         from transformers import AutoConfig, PretrainedConfig
 
-        register()
         if self.gguf is None:
-            check_counts(self.name, self.read("config", PretrainedConfig.get_config_dict)[0])
+            values = self.read("config", PretrainedConfig.get_config_dict)[0]
+            check_counts(self.name, values)
+            if values.get("model_type") == EXPORTED:
+                register()
         return self.read("config", AutoConfig.from_pretrained)
 
     def has_file(self, file: str) -> bool:
@@ -356,9 +356,34 @@ class _Source:
             with nullcontext() if self.gguf is None else self.gguf.parsed_once():
                 return from_pretrained(self.place, **self.options, **(more or {}))
         except Exception as error:  # transformers raises various exceptions
-            why = advice(error, self.place, self.options["revision"], self.gguf and self.gguf.architecture)
+            architecture = None if self.gguf is None else self.gguf.architecture
+            why = advice(error, self.place, self.options["revision"], architecture)
             revision = f" at revision {self.options['revision']}" if self.options["revision"] else ""
             raise InputError(f"the {part} of {self.name}{revision} could not be loaded: {why}") from error
+
+
+def find_gguf(name_or_dir: str) -> Path | None:
+    """Return the absolute path of the .gguf file: the name itself, or the only .gguf file in a directory.
+
+    None for a directory that has no .gguf file or has safetensors files, and for a name on the hub.
+
+    Raises:
+        InputError: if the name ends in .gguf and does not exist, or the directory has several .gguf files.
+    """
+    path = Path(name_or_dir)
+    if path.suffix.lower() == SUFFIX and not path.is_dir():
+        if not path.is_file():
+            raise InputError(f"there is no file {name_or_dir}: pass the path of a .gguf file")
+        return path.absolute()
+    if not path.is_dir() or any(path.glob("*.safetensors")):
+        return None
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
+    if files and set(files) == set(parts_of(files[0])):  # one model in parts
+        return files[0].absolute()
+    if len(files) > 1:
+        few = ", ".join([file.name for file in files[:3]] + [".."] * (len(files) > 3))
+        raise InputError(f"{name_or_dir} has {len(files)} .gguf files ({few}): pass one of them, such as {files[0]}")
+    return files[0].absolute() if files else None
 
 
 def _find(name: str, loading: Loading) -> _Source:
@@ -417,11 +442,7 @@ def _faster_dtype(own: torch.dtype, target: torch.device | None) -> "tuple[torch
 
 
 def pick_dtype(dtype: str) -> "torch.dtype | str":
-    """Convert the value of --dtype to a torch dtype, or "auto".
-
-    Raises:
-        InputError: see `dtype_name`.
-    """
+    """Convert the value of --dtype to a torch dtype, or "auto"."""
     name = dtype_name(dtype)
     return "auto" if name == "auto" else getattr(torch, name)
 

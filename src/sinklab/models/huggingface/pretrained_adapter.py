@@ -17,6 +17,7 @@ from sinklab.attention.masks import RealTokens, real_tokens
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import InputError, SinklabError, cause, is_out_of_memory
 from sinklab.model.position import PositionKind, alibi_terms
+from sinklab.models import families
 from sinklab.models.families import (
     ROTARY_CLASS,
     ROTARY_EMBEDDING,
@@ -26,28 +27,38 @@ from sinklab.models.families import (
     looped_layers,
     ranges_text,
     text_config,
+    weights_quantised,
 )
 from sinklab.models.hooks import (
+    CACHE,
     NO_BLOCKS,
     NO_CACHE,
+    Compute,
+    Edit,
     FirstColumns,
     evaluating,
     forward_pass_hooks,
     hooked,
+    intercept,
+    named_arguments,
     replaced_inputs,
     residual_stream,
 )
-from sinklab.models.huggingface import anatomy
-from sinklab.models.huggingface.attention_functions import foreign_attention
-from sinklab.models.huggingface.forward_call import CACHE, named_arguments
-from sinklab.models.huggingface.gates import GateLayout, find_gates
-from sinklab.models.huggingface.gguf import weights_quantised
-from sinklab.models.huggingface.hidden_keys import HiddenKeys
-from sinklab.models.huggingface.interface import OwnAttention, attention_computed_by, attention_modules
-from sinklab.models.huggingface.piecewise_loss import fixed_output, forward_loss, has_piecewise_logits
-from sinklab.models.intercept import Compute, Edit, intercept
+from sinklab.models.huggingface.gates import (
+    GateLayout,
+    HiddenKeys,
+    find_gates,
+    fixed_output,
+    forward_loss,
+    has_piecewise_logits,
+)
+from sinklab.models.huggingface.interface import (
+    OwnAttention,
+    attention_computed_by,
+    attention_modules,
+    foreign_attention,
+)
 from sinklab.models.memory_budget import Sizes, sizes_of_pretrained
-from sinklab.models.native import check_length
 
 UNFUSED = ("eager", "sdpa")  # attention implementations that run on every device
 TRIED = 8  # tokens of trial forward passes
@@ -75,10 +86,12 @@ class HuggingFaceAdapter:
                 "models with several stacks of layers (BLT) or several tokens per position (MusicGen) cannot be "
                 f"measured, and the model type {model.config.model_type!r} is one of them"
             )
-        self.module, self.dtype, self.device = model, model.dtype, anatomy.input_device(model)
-        self.blocks: Sequence[nn.Module] = anatomy.decoder_blocks(model) if anatomy.has_one_stream(model.config) else []
-        self.kinds = anatomy.layer_kinds(model.config)
-        self.position_table = table = anatomy.learned_positions(model)
+        self.module, self.dtype, self.device = model, model.dtype, families.input_device(model)
+        self.blocks: Sequence[nn.Module] = (
+            families.decoder_blocks(model) if families.has_one_stream(model.config) else []
+        )
+        self.kinds = families.layer_kinds(model.config)
+        self.position_table = table = families.learned_positions(model)
         text = text_config(model.config)
         given = len(table) if table is not None else getattr(text, "max_position_embeddings", None)
         self.context = int(given or 2048)
@@ -90,7 +103,7 @@ class HuggingFaceAdapter:
 
     @property
     def attention_layers(self) -> int:
-        return anatomy.attention_layers(self.module.config)
+        return families.attention_layers(self.module.config)
 
     @property
     def heads(self) -> int:
@@ -128,7 +141,7 @@ class HuggingFaceAdapter:
         context = getattr(text, "max_position_embeddings", None)
         if not context or context < 0:  # -1 in XLNet: no limit
             return None
-        for rope in anatomy.rotary_parameters(self.module.config):
+        for rope in families.rotary_parameters(self.module.config):
             if rope.get("rope_type") in ("linear", "dynamic", "yarn"):
                 original = rope.get("original_max_position_embeddings") or text.max_position_embeddings
                 context = max(context, int(original * (rope.get("factor") or 1)))
@@ -141,7 +154,7 @@ class HuggingFaceAdapter:
             InputError: if a token id is outside the vocabulary, the sequences are too long, or the RoPE scaling differs
                 between the length of the sequences and one of `lengths`.
         """
-        vocabulary, T = anatomy.vocabulary_size(self.module), tokens_NT.shape[1]
+        vocabulary, T = families.vocabulary_size(self.module), tokens_NT.shape[1]
         low, high = int(tokens_NT.min()), int(tokens_NT.max())
         if low < 0 or high >= vocabulary:
             raise InputError(
@@ -154,7 +167,6 @@ class HuggingFaceAdapter:
                     "the model's RoPE scaling depends on the sequence length and differs between "
                     f"{T} and {length} tokens, so one pass cannot measure both: measure {length} separately"
                 )
-        check_length(longest, self.limit)
 
     def read(
         self,
@@ -189,7 +201,7 @@ class HuggingFaceAdapter:
         """Compute logits by the model's own code (LM head, scaling, softcap)."""
         answer = dataclasses.replace(self._body_output, last_hidden_state=hidden_RE[None])
         with ExitStack() as stack:
-            for body in anatomy.bodies(self.module):
+            for body in families.bodies(self.module):
                 stack.enter_context(fixed_output(body, answer))
             tokens_1R = torch.zeros(1, len(hidden_RE), dtype=torch.long, device=self.device)
             logits_RV = self.module(tokens_1R, use_cache=False).logits[0]
@@ -210,7 +222,7 @@ class HuggingFaceAdapter:
             notes.append("no loss: the model has no LM head")
         if self.quantised:
             notes.append(f"the weights are quantised ({self.quantised}); dtype is that of the other weights")
-        elif anatomy.quantisation(self.module.config):
+        elif families.quantisation(self.module.config):
             notes.append("the weights come from a gguf file and are dequantised")
         repeated, passes = looped_layers(text_config(self.module.config))
         if passes > 1:
@@ -226,7 +238,7 @@ class HuggingFaceAdapter:
         fused kernel fails, as on a device without the kernel, sinklab computes the attention.
         """
         given_T = self._some_tokens()[0] if tokens_T is None else tokens_T
-        vocabulary = anatomy.vocabulary_size(self.module)
+        vocabulary = families.vocabulary_size(self.module)
         first_T = given_T[: min(TRIED, self.limit or TRIED)].to(self.device)
         if len(first_T) < 2 or vocabulary < 2:
             return
@@ -344,7 +356,7 @@ class HuggingFaceAdapter:
         def columns(like: Tensor) -> Tensor:
             return like.new_zeros(len(like), dtype=torch.long) if first_B is None else first_B.to(like.device)
 
-        with hooked(forward_pass_hooks({self.module, *anatomy.bodies(self.module)}, entering)):
+        with hooked(forward_pass_hooks({self.module, *families.bodies(self.module)}, entering)):
             yield columns
 
     @contextmanager
@@ -358,7 +370,7 @@ class HuggingFaceAdapter:
 
         The conditions are those of transformers' `dynamic_rope_update`.
         """
-        for rope in anatomy.rotary_parameters(self.module.config):
+        for rope in families.rotary_parameters(self.module.config):
             kind = rope.get("rope_type")
             if kind == "longrope" and short <= rope["original_max_position_embeddings"] < long:
                 return True
@@ -405,7 +417,7 @@ class HuggingFaceAdapter:
         return None
 
     def _some_tokens(self) -> Tensor:
-        vocabulary = anatomy.vocabulary_size(self.module)
+        vocabulary = families.vocabulary_size(self.module)
         return (torch.arange(TRIED, device=self.device) * 7 + 5)[None] % vocabulary
 
     def summed_loss(self, tokens_BT: Tensor, first_target: int) -> tuple[Tensor, int]:
@@ -421,7 +433,6 @@ class HuggingFaceAdapter:
 
         Raises:
             InputError: see `attention_modules`; also if the model does not use transformers' attention interface.
-            SinklabError: see `attention_modules`.
         """
         if not self.dispatches:
             raise InputError(
@@ -440,7 +451,9 @@ class HuggingFaceAdapter:
         if self.dispatches and not looped:
             found, self._gate_notes = find_gates(self.module, self.intercepted, lambda: self.run(self._some_tokens()))
         return hooked(
-            one.linear.register_forward_hook(lambda *call, n=n, one=one: receive(n, one.read(call[-1])))
+            one.linear.register_forward_hook(
+                lambda _module, _inputs, output, n=n, one=one: receive(n, one.read(output))
+            )
             for n, one in found.items()
         )
 

@@ -31,9 +31,8 @@ from sinklab.attention.layer_call import LayerCall
 from sinklab.measuring.findings import Propositions
 from sinklab.model.position import PositionKind
 from sinklab.models.adapter import Adapter, residual_blocks
-from sinklab.models.hooks import evaluating, residual_stream
-from sinklab.models.huggingface.anatomy import quantisation
-from sinklab.models.intercept import intercept
+from sinklab.models.families import quantisation
+from sinklab.models.hooks import evaluating, intercept, residual_stream
 from sinklab.models.memory_budget import FLOAT, SHARE, free_bytes
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def attention_matrices(adapter: Adapter, tokens_BT: Tensor) -> tuple[list[Tensor
             with intercept(adapter, observe=observe):
                 adapter.run(tokens_BT)
         else:
-            from sinklab.measuring.huggingface.matrix_records import eager_attention
+            from sinklab.measuring.pretrained_records import eager_attention
 
             with eager_attention(cast("PreTrainedModel", model)):
                 attention.extend(model(tokens_BT, use_cache=False, output_attentions=True).attentions)
@@ -131,7 +130,6 @@ def check_propositions(adapter: Adapter, tokens: Sequence[int], length: int) -> 
 
     Raises:
         InputError: if it is not known which proposition covers the model (`Adapter.position_kind`).
-        SinklabError: see `attention_matrices`.
     """
     kind = adapter.position_kind()
     with in_float32(adapter):
@@ -139,10 +137,18 @@ def check_propositions(adapter: Adapter, tokens: Sequence[int], length: int) -> 
         attention, logit_bounds, states = attention_matrices(adapter, tokens_BT)
     dtype = states[0].dtype
     tolerance = torch.finfo(dtype).eps ** 0.5
-    hidden = max(_spread(h_BTC) for h_BTC in states)
+    hidden = 0.0
+    for h_BTC in states:
+        first_B1C, tiny = h_BTC[:, :1].double(), torch.finfo(h_BTC.dtype).tiny
+        spread_BT = (h_BTC - first_B1C).norm(dim=-1) / first_B1C.norm(dim=-1).clamp(min=tiny)
+        hidden = max(hidden, float(spread_BT.max()))
     deviation = slack = None
-    if kind == "rotary":
-        slack = _slack(attention, logit_bounds)
+    if kind == "rotary":  # the minimum of (bound - attention weight), over queries that see more than one key
+        slack = torch.inf
+        for attention_BHTT, xi_BH in zip(attention, logit_bounds, strict=True):
+            others_BHT = (attention_BHTT > 0).sum(-1) - 1
+            bound_BHT = 1 / (1 + others_BHT * torch.exp(-2 * xi_BH)[..., None])
+            slack = min(slack, float((bound_BHT - attention_BHTT.amax(-1))[others_BHT > 0].min()))
     else:
         expected_HTT = softmax_of_distances(adapter.distance_terms(length))
         deviation = max(float((A.double().cpu() - expected_HTT).abs().max()) for A in attention)
@@ -174,19 +180,3 @@ def softmax_of_distances(terms_HT: Tensor) -> Tensor:
     distance_TT = place_T[:, None] - place_T
     logits_HTT = terms_HT.double()[:, distance_TT.clamp(min=0)]
     return logits_HTT.masked_fill(distance_TT < 0, -torch.inf).softmax(-1)
-
-
-def _spread(hidden_BTC: Tensor) -> float:
-    first_B1C = hidden_BTC[:, :1].double()
-    tiny = torch.finfo(hidden_BTC.dtype).tiny
-    return float(((hidden_BTC - first_B1C).norm(dim=-1) / first_B1C.norm(dim=-1).clamp(min=tiny)).max())
-
-
-def _slack(attention: Sequence[Tensor], logit_bounds: Sequence[Tensor]) -> float:
-    """Return the minimum of (bound - attention weight) of proposition 4, over queries that see more than one key."""
-    least = torch.inf
-    for attention_BHTT, xi_BH in zip(attention, logit_bounds, strict=True):
-        others_BHT = (attention_BHTT > 0).sum(-1) - 1
-        bound_BHT = 1 / (1 + others_BHT * torch.exp(-2 * xi_BH)[..., None])
-        least = min(least, float((bound_BHT - attention_BHTT.amax(-1))[others_BHT > 0].min()))
-    return least
