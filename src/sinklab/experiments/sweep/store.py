@@ -8,7 +8,7 @@ A run is a cell trained with one seed.
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from pydantic import Field
 
@@ -143,7 +143,6 @@ def cells_of(experiment: Experiment, scale: str, seeds: int | None, overlay: Map
     """Return the cells of an experiment by name; arguments and errors as in `plan_sweep`."""
     if scale not in experiment.base:
         raise InputError(f"{experiment.id} has no scale {scale!r}; it has: {', '.join(experiment.base)}")
-    scale = cast(Scale, scale)
     checks = [check for claim in experiment.claims_at(scale) if claim.check for check in parts_of(claim.check)]
     diverging = {check.cell for check in checks if isinstance(check, Diverges) and check.kind == "diverges"}
     values = recipe_values(experiment.base[scale])

@@ -42,7 +42,7 @@ GROWN = 2.0
 ORDER: tuple[Verdict, ...] = ("contradicted", "not run", "no verdict", "inconclusive", "direction only", "reproduced")
 """Precedence of verdicts: the verdict on an `all` check is the first of this list that one of its parts has."""
 
-Cells = Mapping[str, CellSummary]
+Cells = defaultdict[str, CellSummary]
 """The cells of an experiment with their runs, by name; a cell without any run is an empty summary."""
 
 ToJudge = tuple[Experiment, ExperimentSummary, Sequence[Claim | Undecidable]]
@@ -57,9 +57,9 @@ def judge(to_judge: ToJudge, results: Mapping[str, CellSummary], altered: bool =
             left out.
     """
     experiment, entry, claims = to_judge
+    own = {name: results[name] for name in entry.cells if name in results}
     cells: Cells = defaultdict(CellSummary)
-    for name in set(entry.cells) & results.keys():
-        cells[name] = results[name].of_seeds(entry.seeds) if entry.seeds else results[name]
+    cells |= {name: cell.of_seeds(entry.seeds) if entry.seeds else cell for name, cell in own.items()}
     judged = []
     for one in claims:
         claim = one.claim if isinstance(one, Undecidable) else one
