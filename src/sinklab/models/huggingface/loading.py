@@ -558,14 +558,14 @@ def advice(error: Exception, place: str, revision: str | None, gguf: str | None)
         revision: requested revision on the hub.
         gguf: architecture of the GGUF file; None for other formats.
     """
-    said = str(error)
-    if "ignore_mismatched_sizes" in said:  # its message refers to a table that is not shown
+    message = str(error)
+    if "ignore_mismatched_sizes" in message:  # its message refers to a table that is not shown
         return "their shapes do not match config.json; use the config and the weights of the same model"
-    if "trust_remote_code" in said:
+    if "trust_remote_code" in message:
         what = "it needs its own code; if you trust its author, use --trust-remote-code"
-    elif "does not recognize this architecture" in said:
+    elif "does not recognize this architecture" in message:
         what = f"transformers {version('transformers')} does not support this model type; try a newer version"
-    elif isinstance(error, ImportError) or "pip install" in said:
+    elif isinstance(error, ImportError) or "pip install" in message:
         what = "install the missing package"
     elif gguf is not None:
         what = f"transformers cannot read this gguf file of architecture {gguf!r}"
