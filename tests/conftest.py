@@ -38,6 +38,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SINKLAB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
+    for limit in ("MATRICES_S", "TIMED_S"):  # estimates of time from one call each
+        monkeypatch.setattr(f"sinklab.experiments.sweep.preview.{limit}", 0.0)
 
     def call(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["sinklab", *map(str, args)])

@@ -1,5 +1,6 @@
 """Rolling caches and eviction in one pass give what a cache gives token by token."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,8 @@ from sinklab.errors import InputError
 from sinklab.models.adapter import NativeAdapter
 from sinklab.models.hooks import Edit, evaluating
 
+EVICTED = ("softmax", "grouped keys", "sigmoid", "k biases", "sink token", "differential v2")
+
 
 def evicting(policy: str, keys: int, first: int = 0, seed: int = 0) -> Edit:
     (found,) = (one for one in policies_of(EVICTION) if one.name == policy)
@@ -36,8 +39,7 @@ def compare(one: NativeAdapter, edit: Edit, policy: Policy, in_cache: bool) -> N
     assert_close(under(one, edit, tokens), expected, 1e-9)
 
 
-@pytest.mark.parametrize("first", [0, 1, 4])
-@pytest.mark.parametrize("variant", one_in(3, ASSESSED))
+@pytest.mark.parametrize(("variant", "first"), one_in(7, itertools.product(ASSESSED, (0, 1, 4))))
 def test_a_rolling_cache_gives_what_reading_token_by_token_gives(variant: str, first: int) -> None:
     compare(small(variant), RollingCache(7, first), first_and_recent(7, first), in_cache=True)
 
@@ -53,8 +55,10 @@ def test_positions_in_the_cache_are_others_than_those_in_the_text() -> None:
     assert (cache - text).abs().max() > 1e-3 * text.abs().max()
 
 
-@pytest.mark.parametrize("variant", ["softmax", "grouped keys", "sigmoid", "k biases", "sink token", "differential v2"])
-@pytest.mark.parametrize(("budget", "barred"), [(6, 0), (6, 2), (2, 0), (3, 1)])
+@pytest.mark.parametrize(
+    ("variant", "budget", "barred"),
+    one_in(5, ((name, *sizes) for name in EVICTED for sizes in ((6, 0), (6, 2), (2, 0), (3, 1)))),
+)
 def test_heavy_hitters_are_those_of_a_cache_that_is_kept_token_by_token(variant: str, budget: int, barred: int) -> None:
     compare(
         small(variant),
@@ -64,14 +68,14 @@ def test_heavy_hitters_are_those_of_a_cache_that_is_kept_token_by_token(variant:
     )
 
 
-@pytest.mark.parametrize("variant", ["softmax", "grouped keys", "sigmoid", "k biases", "sink token", "differential v2"])
-@pytest.mark.parametrize("budget", [6, 2])
+@pytest.mark.parametrize(("variant", "budget"), one_in(3, itertools.product(EVICTED, (6, 2))))
 def test_keys_by_latest_attention_are_those_of_a_cache_that_is_kept_token_by_token(variant: str, budget: int) -> None:
     compare(small(variant), evicting("TOVA", budget), latest_attention(budget), in_cache=False)
 
 
-@pytest.mark.parametrize("variant", ["softmax", "grouped keys", "sigmoid", "k biases", "sink token"])
-@pytest.mark.parametrize("budget", [6, 3])  # two unit keys have the same cosine to their mean
+@pytest.mark.parametrize(  # two unit keys have the same cosine to their mean
+    ("variant", "budget"), one_in(3, itertools.product(EVICTED[:-1], (6, 3)))
+)
 def test_distinct_keys_are_those_of_a_cache_that_is_kept_token_by_token(variant: str, budget: int) -> None:
     one = small(variant)
     config = one.module.config

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from sinklab.data.prepare import prepared
 from sinklab.errors import InputError
 from sinklab.experiments.definition import Experiment
+from sinklab.experiments.documents import Summary
 from sinklab.experiments.measured import (
     MeasuredResults,
     ModelChoice,
@@ -71,8 +72,20 @@ def measured(
     return measure_experiment(experiment, models, folder / "text.jsonl", n, out=out)
 
 
-def test_training_seeds_are_the_replicates_of_a_verdict(series: Path, tmp_path: Path) -> None:
-    found = measured(of_series(series), series, tmp_path / "out").summary()
+@pytest.fixture(scope="module")
+def few_then_all(series: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Summary, Summary]:
+    """Summaries of two models and then of all, in the same directory; the two are not measured again."""
+    out = tmp_path_factory.mktemp("measured")
+    few = measured(of_series(series), series, out, n=2).summary()
+    file = out / "end/seed1_step12/measurement.json"
+    before = file.stat().st_mtime_ns
+    found = measured(of_series(series), series, out).summary()
+    assert file.stat().st_mtime_ns == before
+    return few, found
+
+
+def test_training_seeds_are_the_replicates_of_a_verdict(few_then_all: tuple[Summary, Summary]) -> None:
+    _, found = few_then_all
     (claim,) = found.claims
     assert (claim.verdict, claim.verdict_said, claim.replicate, claim.seeds) == ("reproduced",) * 2 + ("model", SEEDS)
     assert "5 models on 6 sequences" in claim.evidence
@@ -80,22 +93,19 @@ def test_training_seeds_are_the_replicates_of_a_verdict(series: Path, tmp_path: 
 
 
 def test_every_seed_reads_the_same_sequences_and_has_the_numbers_of_its_own_measurement(
-    series: Path, tmp_path: Path
+    series: Path, few_then_all: tuple[Summary, Summary]
 ) -> None:
-    experiment = of_series(series)
-    found = measured(experiment, series, tmp_path / "out").summary()
+    experiment, (_, found) = of_series(series), few_then_all
     (one, _) = passes_of(experiment, subjects_of(experiment, (), series / "text.jsonl"))
     for seed in (0, 3):
         alone = measure_model(str(series / f"seed{seed}" / "step1"), series / "text.jsonl", one.request(0))
         assert found.cells["start"].by_seed("valid_loss")[seed][1] == alone.loss
 
 
-def test_fewer_replicates_are_the_first_models_and_more_models_keep_theirs(series: Path, tmp_path: Path) -> None:
-    few = measured(of_series(series), series, tmp_path / "out", n=2).summary()
+def test_fewer_replicates_are_the_first_models(few_then_all: tuple[Summary, Summary]) -> None:
+    few, found = few_then_all
     assert (few.claims[0].verdict, few.claims[0].seeds) == ("no verdict", 2)
-    before = (tmp_path / "out/end/seed1_step12/measurement.json").stat().st_mtime_ns
-    assert measured(of_series(series), series, tmp_path / "out").summary().claims[0].seeds == SEEDS
-    assert (tmp_path / "out/end/seed1_step12/measurement.json").stat().st_mtime_ns == before
+    assert found.claims[0].seeds == SEEDS
 
 
 def test_a_shipped_experiment_can_be_asked_about_a_series_of_ones_own(series: Path) -> None:

@@ -29,9 +29,10 @@ sys.meta_path.insert(0, Refuse())
 import json, pathlib, torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-folder, trusted, tokens = pathlib.Path(sys.argv[1]), sys.argv[2] == "trusted", torch.tensor(json.loads(sys.argv[3]))
+folder, alone, tokens = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]), torch.tensor(json.loads(sys.argv[3]))
 logits = {}
 for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+    trusted = path.name not in alone
     model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=trusted)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
     with torch.no_grad():
@@ -41,10 +42,10 @@ for path in sorted(path for path in folder.iterdir() if path.is_dir()):
     tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
     batch = tokenizer(["the sheep", "a cat sat on the fence"], padding=True, return_tensors="pt")
     together = tokenizer.batch_decode(model.generate(**batch, max_new_tokens=5, do_sample=False))
-    alone = [model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=5, do_sample=False)
-             for text in ("the sheep", "a cat sat on the fence")]
+    each = [model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=5, do_sample=False)
+            for text in ("the sheep", "a cat sat on the fence")]
     assert [text.replace(tokenizer.eos_token, "") for text in together] == [
-        tokenizer.decode(ids[0]).replace(tokenizer.eos_token, "") for ids in alone], path.name
+        tokenizer.decode(ids[0]).replace(tokenizer.eos_token, "") for ids in each], path.name
 save_file(logits, folder / "logits.safetensors")
 """
 
@@ -69,16 +70,24 @@ def python(code: str, *args: str, home: Path) -> str:
     return done.stdout.strip()
 
 
-def loads_without_sinklab(variants: list[str], trusted: bool, tokenizer: Path, folder: Path) -> None:
+ALONE = ("softmax", "sink_logit", "off_by_one")
+"""Variants that transformers has itself."""
+
+
+@pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.slow)])
+def test_models_load_without_sinklab_alone_or_from_the_code_beside_them(
+    every: int, tokenizer: Path, tmp_path: Path
+) -> None:
     """Compare the logits of a process that cannot import sinklab with ours."""
-    runs = {variant: shaken_run(variant, tokenizer) for variant in variants}
+    folder = tmp_path
+    runs = {variant: shaken_run(variant, tokenizer) for variant in (*ALONE, *list(VARIANTS)[1::every])}
     for variant, run in runs.items():
         write_directory(run, [], folder / "models" / variant)
     tokens_BT = some_tokens(length=9)
     python(
         WITHOUT_SINKLAB,
         str(folder / "models"),
-        "trusted" if trusted else "alone",
+        json.dumps(ALONE),
         json.dumps(tokens_BT.tolist()),
         home=folder / "home",
     )
@@ -88,29 +97,14 @@ def loads_without_sinklab(variants: list[str], trusted: bool, tokenizer: Path, f
             assert_close(theirs[variant], run.model(tokens_BT), what=variant)
 
 
-def test_the_default_and_a_sink_logit_load_without_sinklab(tokenizer: Path, tmp_path: Path) -> None:
-    loads_without_sinklab(["softmax", "sink_logit", "off_by_one"], trusted=False, tokenizer=tokenizer, folder=tmp_path)
-
-
-@pytest.mark.parametrize("every", [24, pytest.param(1, marks=pytest.mark.slow)])
-def test_other_variants_load_without_sinklab_from_the_code_beside_it(
-    every: int, tokenizer: Path, tmp_path: Path
-) -> None:
-    loads_without_sinklab(list(VARIANTS)[::every], trusted=True, tokenizer=tokenizer, folder=tmp_path)
-
-
 @pytest.mark.parametrize("order", one_in(3, REGISTERED))
 def test_the_auto_classes_know_the_model_in_any_order_of_imports(order: str, tokenizer: Path, tmp_path: Path) -> None:
     write_directory(shaken_run("k_biases", tokenizer), [], tmp_path / "model")
-    code = f"import sys; {REGISTERED[order]}; print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__module__)"
-    assert python(code, str(tmp_path / "model"), home=tmp_path) == MODELING
-
-
-def test_the_config_alone_is_known_too(tokenizer: Path, tmp_path: Path) -> None:
-    write_directory(shaken_run("k_biases", tokenizer), [], tmp_path / "model")
-    code = "import sys, sinklab, transformers as hf; sinklab.register(); "
-    code += "print(hf.AutoConfig.from_pretrained(sys.argv[1]).hidden_size)"
-    assert python(code, str(tmp_path / "model"), home=tmp_path) == "32"
+    code = f"""import sys; {REGISTERED[order]}
+from transformers import AutoConfig
+print(AutoConfig.from_pretrained(sys.argv[1]).hidden_size)
+print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__module__)"""
+    assert python(code, str(tmp_path / "model"), home=tmp_path).split() == ["32", MODELING]
 
 
 def test_a_model_loaded_from_its_code_file_is_measured_as_our_own(tokenizer: Path, tmp_path: Path) -> None:

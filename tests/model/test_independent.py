@@ -41,7 +41,7 @@ BEHIND_ZEROS = 1e-4
 CELLS = covering_cells()
 LEGAL = [name for name, cell in CELLS.items() if cell_is_legal(cell)]
 CHUNKED = [name for name in LEGAL if "mixer" in CELLS[name] or CELLS[name].get("operation") in KERNELS]
-FEW = 40
+FEW = 20
 """Random recipes that are drawn each time; the rest are among the slow tests."""
 
 
@@ -76,14 +76,14 @@ def test_more_random_recipes_compute_their_documented_formulas(seed: int) -> Non
     compare(random_recipe(seed))
 
 
-@pytest.mark.parametrize("name", one_in(5, LEGAL))
+@pytest.mark.parametrize("name", one_in(12, LEGAL))
 def test_a_chosen_recipe_computes_its_documented_formula(name: str) -> None:
     recipe = covering_recipe(name)
     assert recipe is not None
     compare(recipe)
 
 
-@pytest.mark.parametrize("name", one_in(4, CHUNKED))
+@pytest.mark.parametrize("name", one_in(10, CHUNKED))
 def test_chunked_computations_agree_over_several_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 5 positions, so that the contexts of 12 to 20 have three or four, most of them with a part of one."""
     for module in ("delta", "operations.kernel"):

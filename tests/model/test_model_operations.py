@@ -75,8 +75,10 @@ def effect_of_a_shift(model: Transformer) -> float:
     return float((there - here).abs().max() / here.abs().max())
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name not in TURNED_BEFORE_PHI])
+ROTATED = itertools.product((name for name in OPERATIONS if name not in TURNED_BEFORE_PHI), (False, True))
+
+
+@pytest.mark.parametrize(("operation", "qk_norm"), one_in(3, ROTATED))
 def test_under_rotary_only_distances_matter(operation: str, qk_norm: bool) -> None:
     tried = 0
     for bias in WITHOUT_QUERY:
@@ -143,8 +145,7 @@ def inputs_of_the_first_layer(model: Transformer) -> tuple[Tensor, ...]:
     return seen[0]
 
 
-@pytest.mark.parametrize("bias", BIASES)
-@pytest.mark.parametrize("operation", one_in(3, KERNELS))
+@pytest.mark.parametrize(("operation", "bias"), one_in(11, itertools.product(KERNELS, BIASES)))
 def test_kernels_under_a_prefix_train_and_measure_as_on_explicit_matrices(operation: str, bias: str) -> None:
     """Prefixes of one token, of some, of all that there are, and of more than there are."""
     for length in (1, 4, LENGTH, LENGTH + 5):

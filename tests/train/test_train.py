@@ -76,8 +76,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("stop_at", [4, 7])
+@pytest.mark.parametrize(("variant", "stop_at"), zip(VARIANTS, itertools.cycle((4, 7)), strict=False))
 def test_a_stopped_and_resumed_run_equals_the_undisturbed_run(
     dataset: TokenDataset, tmp_path: Path, variant: str, stop_at: int
 ) -> None:
