@@ -185,7 +185,13 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
     config = source.config()
     if config.is_encoder_decoder:
         raise InputError(f"{name} is an encoder-decoder ({config.model_type}): use a decoder-only language model")
-    _check_packages(name, quantisation(config))
+    method = quantisation(config)
+    needed = () if method is None or method == "gguf" else (*QUANTISATION_PACKAGES.get(method, ()), "accelerate")
+    if missing := [package for package in needed if not list(distributions(name=package))]:
+        raise InputError(
+            f"the weights of {name} are quantised ({method}), for which transformers needs packages that are not "
+            f"installed: pip install {' '.join(missing)}"
+        )
     config.return_dict = True
     config._attn_implementation = None  # its package may be missing, and measurements compute the attention themselves
     given = {} if source.gguf is not None else {"config": config}
@@ -290,20 +296,6 @@ def _model_class(name: str, config: "PretrainedConfig") -> Any:
         )
     bases = MODEL_MAPPING_NAMES.get(config.model_type, ())  # a name, or several
     return AutoModel if architecture in ([bases] if isinstance(bases, str) else bases) else AutoModelForCausalLM
-
-
-def _check_packages(name: str, method: str | None) -> None:
-    """Check that the packages that transformers needs for a quantisation method are installed.
-
-    Raises:
-        InputError: if a package is missing; the message names all missing ones.
-    """
-    needed = () if method is None or method == "gguf" else (*QUANTISATION_PACKAGES.get(method, ()), "accelerate")
-    if missing := [package for package in needed if not list(distributions(name=package))]:
-        raise InputError(
-            f"the weights of {name} are quantised ({method}), for which transformers needs packages that are not "
-            f"installed: pip install {' '.join(missing)}"
-        )
 
 
 @dataclass(frozen=True)
