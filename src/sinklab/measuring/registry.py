@@ -377,9 +377,12 @@ def _kurtosis(m: "Measurement", _: float = 0.0) -> float | None:
 
 
 def _excess(m: "Measurement", _: float) -> float | None:
-    if (said := m.propositions) is None:
+    if (checked := m.propositions) is None:
         return None
-    return max(said.hidden_deviation, said.attention_deviation or 0.0, -(said.bound_slack or 0.0)) / said.tolerance
+    return (
+        max(checked.hidden_deviation, checked.attention_deviation or 0.0, -(checked.bound_slack or 0.0))
+        / checked.tolerance
+    )
 
 
 def _activation(attribute: str) -> "Callable[[Measurement, float], float | None]":
