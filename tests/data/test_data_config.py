@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from sinklab.data.config import DataConfig, FixedToken, RandomTokens
+from sinklab.data.loader import DataConfig, FixedToken, RandomTokens
 
 
 def test_the_defaults_are_the_lab():

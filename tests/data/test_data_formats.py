@@ -17,8 +17,8 @@ import polars
 import pytest
 from tiny_models import tiny_model
 
-from sinklab.data.config import DataConfig, UniformMix
 from sinklab.data.corpora import documents, total_bytes
+from sinklab.data.loader import DataConfig, UniformMix
 from sinklab.data.prepare import prepared
 from sinklab.data.textfiles import ReadCounts, notes_on_folder, read_conversations
 from sinklab.data.texts import streams

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinklab.data.config import DataConfig, FixedToken, RandomTokens
-from sinklab.data.loader import Loader
+from sinklab.data.loader import DataConfig, FixedToken, Loader, RandomTokens
 from sinklab.data.prepare import prepare, settings_of
 from sinklab.errors import InputError
 from sinklab.train.directory.run import open_run

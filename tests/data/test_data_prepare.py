@@ -12,9 +12,8 @@ from typing import IO
 import numpy as np
 import pytest
 
-from sinklab.data.config import DataConfig
 from sinklab.data.corpora import Fingerprint, documents
-from sinklab.data.loader import TokenDataset, TokenFile, dtype_for
+from sinklab.data.loader import DataConfig, TokenDataset, TokenFile, dtype_for
 from sinklab.data.prepare import prepare, prepared, settings_of
 from sinklab.data.tokenizers import load_tokenizer
 from sinklab.errors import InputError, SinklabError
@@ -299,7 +298,7 @@ import threading
 
 from pathlib import Path
 from typing import IO
-from sinklab.data.config import DataConfig
+from sinklab.data.loader import DataConfig
 from sinklab.data.prepare import prepared
 from sinklab.errors import SinklabError
 """

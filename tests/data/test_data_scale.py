@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from sinklab.commands.app import app
 from sinklab.data import prepare as building
-from sinklab.data.config import DataConfig, UniformMix, WeightedMix, paper_weights
 from sinklab.data.corpora import parse, word_tokenizer
+from sinklab.data.loader import DataConfig, UniformMix, WeightedMix, paper_weights
 from sinklab.data.prepare import prepare, settings_of
 from sinklab.data.texts import estimate, mixed, streams
 from sinklab.data.tokenizers import load_tokenizer, train_bpe
@@ -258,7 +258,7 @@ import os, signal, sys
 from pathlib import Path
 from sinklab.data import prepare as building
 from sinklab.data.prepare import prepare, settings_of
-from sinklab.data.config import WeightedMix
+from sinklab.data.loader import WeightedMix
 building.PART_CHARACTERS = 4096
 calls = [0]
 def counted(tokens):

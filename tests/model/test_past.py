@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sinklab.errors import InputError
 from sinklab.interventions import VARIANTS
-from sinklab.model.past import Past
+from sinklab.model.block import Past
 from sinklab.model.transformer import Transformer
 from sinklab.train.recipe import build_recipe
 

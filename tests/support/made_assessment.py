@@ -136,6 +136,32 @@ def assessment(model: str, cost: float = 0.5, **changes: Any) -> dict[str, Any]:
             "without_exempt": effect(3 + cost / 2),
             "without_random": {"losses": [3.0 + cost], **effect(3 + cost)},
         },
+        "kv_formats": {
+            **read,
+            "sink_positions": 1,
+            "formats": [
+                {
+                    "name": name,
+                    "bits": bits,
+                    "keys": effect(3 + cost / bits),
+                    "values": effect(3 + cost / bits / 2),
+                    "everything": effect(3 + cost * 2 / bits),
+                    "without_sink": effect(3 + cost / bits),
+                    "due_to_sink": cost / bits,
+                }
+                for name, bits in (("q8_0", 8.5), ("q4_0", 4.5))
+            ],
+            "layers": [
+                {
+                    "name": "q4_0",
+                    "layer": layer,
+                    "everything": effect(3 + cost / layer, 0.1 / layer),
+                    "without_sink": effect(3 + cost / layer / 2, 0.05 / layer),
+                    "due_to_sink": cost / layer / 2,
+                }
+                for layer in (1, 2)
+            ],
+        },
         "pruning": {
             **read,
             "total": 20,

@@ -26,6 +26,7 @@ PART_NAMES = (
     "key_ablations",
     "heads",
     "kv_cache",
+    "kv_formats",
     "pruning",
     "writer",
     "budgets",
@@ -42,7 +43,7 @@ class DefaultSizes:
         tokens: total number of tokens, except in the streaming and length parts; at least one sequence.
         streamed: total number of tokens of the streaming part, and of the length part; at least one sequence each.
         kept: numbers of first tokens kept in the rolling cache; each is evaluated.
-        draws: number of draws of rounded activations, keys and values (`quantisation`, `kv_cache`).
+        draws: number of draws of rounded activations, keys and values (`quantisation`, `kv_cache`, `kv_formats`).
     """
 
     within: int
@@ -76,8 +77,8 @@ class AssessOptions(CommandSettings, frozen=True):
         default=False,
         exclude_if=lambda quick: not quick,
         description="Smaller defaults that take minutes: sequences of 256 tokens, 512 tokens in total, 1,024 in "
-        "streaming; --keep 0 and 4; one draw of quantisation and kv_cache; no length part. Explicit options take "
-        "precedence.",
+        "streaming; --keep 0 and 4; one draw of rounded values; no length part. Explicit options "
+        "take precedence.",
     )
     sequences: Annotated[int | None, Flag(panel=INPUT)] = Field(
         default=None,

@@ -17,7 +17,7 @@ from sinklab.settings import ADVANCED, INPUT, LARGEST_INT64, OUTPUT, CommandSett
 from sinklab.signals import keeping_what_is_finished
 
 if TYPE_CHECKING:
-    from sinklab.data.config import Mix
+    from sinklab.data.loader import Mix
 
 
 class PrepareSettings(CommandSettings, frozen=True):
@@ -67,7 +67,7 @@ class PrepareSettings(CommandSettings, frozen=True):
             InputError: if --weights or --absent is set without --mix weights, or the weights file cannot be
                 read or is invalid.
         """
-        from sinklab.data.config import UniformMix, WeightedMix
+        from sinklab.data.loader import UniformMix, WeightedMix
 
         kind, weights = self.mix_kind, self.weights
         if kind != "weights" and (weights is not None or self.absent != "refuse"):

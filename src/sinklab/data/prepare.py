@@ -29,11 +29,11 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import ValidationError
 
-from sinklab.data.config import DataConfig
 from sinklab.data.corpora import Fingerprint, identity
 from sinklab.data.loader import (
     DTYPES,
     MANIFEST,
+    DataConfig,
     Manifest,
     Settings,
     Shard,

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path, PurePosixPath
 
-from sinklab.data.config import Mix, WeightedMix
 from sinklab.data.corpora import (
     HUB,
     cut,
@@ -28,7 +27,7 @@ from sinklab.data.corpora import (
     total_bytes,
     word_tokenizer,
 )
-from sinklab.data.loader import DTYPES, Settings, dtype_for
+from sinklab.data.loader import DTYPES, Mix, Settings, WeightedMix, dtype_for
 from sinklab.data.textfiles import ReadCounts, expanded, plain_conversation, read_documents, text_files
 from sinklab.data.tokenizers import Tokenizer, load_tokenizer, train_bpe, trained_size
 from sinklab.errors import InputError

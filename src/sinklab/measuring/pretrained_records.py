@@ -288,7 +288,7 @@ class LayerTotals:
 class CallRecords(Recorder):
     """Recorder for models whose attention calls can be intercepted; a KV cache is supported.
 
-    In sinklab's own attention, the order of positions is padding, learned leading tokens, tokens (model/past.py).
+    In sinklab's own attention, the order of positions is padding, learned leading tokens, tokens (model/block.py).
     """
 
     def __init__(

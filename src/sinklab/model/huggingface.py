@@ -15,10 +15,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
 from sinklab.errors import InputError
+from sinklab.model.block import Past
 from sinklab.model.config import ModelConfig
 from sinklab.model.llama import SIZES
 from sinklab.model.loss import IGNORED
-from sinklab.model.past import Past
 from sinklab.model.position import DistanceTerm
 from sinklab.model.transformer import Transformer, check_on_one_device
 

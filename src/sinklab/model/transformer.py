@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import InputError
-from sinklab.model.block import DecoderBlock, LayerInputs, LinearBlock
+from sinklab.model.block import DecoderBlock, LayerInputs, LinearBlock, Past
 from sinklab.model.config import ModelConfig, initialise
 from sinklab.model.loss import AddedLosses, next_token_loss
 from sinklab.model.mixer import DeltaMixer
 from sinklab.model.norm import build_norm
-from sinklab.model.past import Past
 from sinklab.model.position import Absolute, Distance, DistanceTerm, Learnable, Rotary, rotary_tables, sinusoid
 
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from sinklab.data.config import DataConfig, Selection
+from sinklab.data.loader import DataConfig, Selection
 from sinklab.errors import InputError
 from sinklab.files import parse_yaml
 from sinklab.model.config import ModelConfig

@@ -285,10 +285,22 @@ def rotated(x: Tensor) -> Tensor:
     The matrix is diag(random signs) times a normalised Hadamard matrix in blocks of the largest power of two that
     divides the width.
     """
+    return _hadamard(x * _signs(x))
+
+
+def unrotated(y: Tensor) -> Tensor:
+    """Invert `rotated`."""
+    return _hadamard(y) * _signs(y)
+
+
+def _signs(x: Tensor) -> Tensor:
     width = x.shape[-1]
-    size = width & -width
-    signs = torch.randint(2, (width,), generator=torch.Generator().manual_seed(width)) * 2 - 1
-    y = (x * signs.to(x)).unflatten(-1, (-1, size))
+    return (torch.randint(2, (width,), generator=torch.Generator().manual_seed(width)) * 2 - 1).to(x)
+
+
+def _hadamard(x: Tensor) -> Tensor:
+    size = x.shape[-1] & -x.shape[-1]
+    y = x.unflatten(-1, (-1, size))
     step = 1
     while step < size:
         a, b = y.unflatten(-1, (-1, 2, step)).unbind(-2)

@@ -38,7 +38,7 @@ from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import SinklabError
 from sinklab.model.loss import IGNORED
-from sinklab.models import families as anatomy
+from sinklab.models import families
 from sinklab.models.families import GATES, OUTPUT, QUERIES, bodies, family_of, vocabulary_size
 from sinklab.models.hooks import Compute, FirstColumns, evaluating, forward_pass_hooks, hooked
 from sinklab.models.memory_budget import LOGITS_AT_ONCE, LOGITS_AT_ONCE_CUDA
@@ -164,16 +164,16 @@ class HiddenKeys:
     """
 
     def __init__(self, model: PreTrainedModel, blocks: Sequence[nn.Module], n: int, columns: FirstColumns) -> None:
-        kinds = anatomy.layer_kinds(model.config)
+        kinds = families.layer_kinds(model.config)
         self._model, self._n, self._columns = model, n, columns
         self._blocks, self._true_hides = blocks, family_of(model).true_hides
         self._hybrid = bool(kinds.linear) or len(kinds.attention) < kinds.total
-        self._expected, self._reached, self._running = anatomy.attention_layers(model.config), 0, False
+        self._expected, self._reached, self._running = families.attention_layers(model.config), 0, False
 
     def register(self) -> Iterator[RemovableHandle]:
         """Register the hooks and yield their handles."""
         yield self._blocks[0].register_forward_pre_hook(self._beginning)
-        yield from forward_pass_hooks({self._model, *anatomy.bodies(self._model)}, self._entering, self._ending)
+        yield from forward_pass_hooks({self._model, *families.bodies(self._model)}, self._entering, self._ending)
         for block in self._blocks:
             parts = [part for part in block.modules() if part is not block]
             takers = [part for part in parts if "attention_mask" in inspect.signature(part.forward).parameters]

@@ -17,7 +17,7 @@ from sinklab.attention.masks import RealTokens, real_tokens
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import InputError, SinklabError, cause, is_out_of_memory
 from sinklab.model.position import PositionKind, alibi_terms
-from sinklab.models import families as anatomy
+from sinklab.models import families
 from sinklab.models.families import (
     ROTARY_CLASS,
     ROTARY_EMBEDDING,
@@ -86,10 +86,12 @@ class HuggingFaceAdapter:
                 "models with several stacks of layers (BLT) or several tokens per position (MusicGen) cannot be "
                 f"measured, and the model type {model.config.model_type!r} is one of them"
             )
-        self.module, self.dtype, self.device = model, model.dtype, anatomy.input_device(model)
-        self.blocks: Sequence[nn.Module] = anatomy.decoder_blocks(model) if anatomy.has_one_stream(model.config) else []
-        self.kinds = anatomy.layer_kinds(model.config)
-        self.position_table = table = anatomy.learned_positions(model)
+        self.module, self.dtype, self.device = model, model.dtype, families.input_device(model)
+        self.blocks: Sequence[nn.Module] = (
+            families.decoder_blocks(model) if families.has_one_stream(model.config) else []
+        )
+        self.kinds = families.layer_kinds(model.config)
+        self.position_table = table = families.learned_positions(model)
         text = text_config(model.config)
         given = len(table) if table is not None else getattr(text, "max_position_embeddings", None)
         self.context = int(given or 2048)
@@ -101,7 +103,7 @@ class HuggingFaceAdapter:
 
     @property
     def attention_layers(self) -> int:
-        return anatomy.attention_layers(self.module.config)
+        return families.attention_layers(self.module.config)
 
     @property
     def heads(self) -> int:
@@ -139,7 +141,7 @@ class HuggingFaceAdapter:
         context = getattr(text, "max_position_embeddings", None)
         if not context or context < 0:  # -1 in XLNet: no limit
             return None
-        for rope in anatomy.rotary_parameters(self.module.config):
+        for rope in families.rotary_parameters(self.module.config):
             if rope.get("rope_type") in ("linear", "dynamic", "yarn"):
                 original = rope.get("original_max_position_embeddings") or text.max_position_embeddings
                 context = max(context, int(original * (rope.get("factor") or 1)))
@@ -152,7 +154,7 @@ class HuggingFaceAdapter:
             InputError: if a token id is outside the vocabulary, the sequences are too long, or the RoPE scaling differs
                 between the length of the sequences and one of `lengths`.
         """
-        vocabulary, T = anatomy.vocabulary_size(self.module), tokens_NT.shape[1]
+        vocabulary, T = families.vocabulary_size(self.module), tokens_NT.shape[1]
         low, high = int(tokens_NT.min()), int(tokens_NT.max())
         if low < 0 or high >= vocabulary:
             raise InputError(
@@ -199,7 +201,7 @@ class HuggingFaceAdapter:
         """Compute logits by the model's own code (LM head, scaling, softcap)."""
         answer = dataclasses.replace(self._body_output, last_hidden_state=hidden_RE[None])
         with ExitStack() as stack:
-            for body in anatomy.bodies(self.module):
+            for body in families.bodies(self.module):
                 stack.enter_context(fixed_output(body, answer))
             tokens_1R = torch.zeros(1, len(hidden_RE), dtype=torch.long, device=self.device)
             logits_RV = self.module(tokens_1R, use_cache=False).logits[0]
@@ -220,7 +222,7 @@ class HuggingFaceAdapter:
             notes.append("no loss: the model has no LM head")
         if self.quantised:
             notes.append(f"the weights are quantised ({self.quantised}); dtype is that of the other weights")
-        elif anatomy.quantisation(self.module.config):
+        elif families.quantisation(self.module.config):
             notes.append("the weights come from a gguf file and are dequantised")
         repeated, passes = looped_layers(text_config(self.module.config))
         if passes > 1:
@@ -236,7 +238,7 @@ class HuggingFaceAdapter:
         fused kernel fails, as on a device without the kernel, sinklab computes the attention.
         """
         given_T = self._some_tokens()[0] if tokens_T is None else tokens_T
-        vocabulary = anatomy.vocabulary_size(self.module)
+        vocabulary = families.vocabulary_size(self.module)
         first_T = given_T[: min(TRIED, self.limit or TRIED)].to(self.device)
         if len(first_T) < 2 or vocabulary < 2:
             return
@@ -354,7 +356,7 @@ class HuggingFaceAdapter:
         def columns(like: Tensor) -> Tensor:
             return like.new_zeros(len(like), dtype=torch.long) if first_B is None else first_B.to(like.device)
 
-        with hooked(forward_pass_hooks({self.module, *anatomy.bodies(self.module)}, entering)):
+        with hooked(forward_pass_hooks({self.module, *families.bodies(self.module)}, entering)):
             yield columns
 
     @contextmanager
@@ -368,7 +370,7 @@ class HuggingFaceAdapter:
 
         The conditions are those of transformers' `dynamic_rope_update`.
         """
-        for rope in anatomy.rotary_parameters(self.module.config):
+        for rope in families.rotary_parameters(self.module.config):
             kind = rope.get("rope_type")
             if kind == "longrope" and short <= rope["original_max_position_embeddings"] < long:
                 return True
@@ -415,7 +417,7 @@ class HuggingFaceAdapter:
         return None
 
     def _some_tokens(self) -> Tensor:
-        vocabulary = anatomy.vocabulary_size(self.module)
+        vocabulary = families.vocabulary_size(self.module)
         return (torch.arange(TRIED, device=self.device) * 7 + 5)[None] % vocabulary
 
     def summed_loss(self, tokens_BT: Tensor, first_target: int) -> tuple[Tensor, int]:
