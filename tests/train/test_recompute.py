@@ -1,5 +1,6 @@
 """`train.recompute: blocks` leaves losses and gradients unchanged, bit for bit."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -42,8 +43,7 @@ def loss_and_gradients(model: Transformer, precision: torch.dtype = torch.float3
     return [loss, *gradients]
 
 
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", one_in(3, VARIANTS))
+@pytest.mark.parametrize(("name", "precision"), one_in(5, itertools.product(VARIANTS, (torch.float32, torch.bfloat16))))
 def test_recomputation_leaves_losses_and_gradients_unchanged(name: str, precision: torch.dtype) -> None:
     plain, again = a_model(name), a_model(name)
     recompute_blocks(again, "blocks")
