@@ -86,7 +86,7 @@ def check(model: Any, watch: Any, rows: list[Tensor]) -> None:
                 assert_close(layer.bias_BH[number], bias, 1e-4, f"share of the bias of {number}")
 
 
-@pytest.mark.parametrize("name", one_in(2, [*ATTENTION, *TOGETHER]))
+@pytest.mark.parametrize("name", one_in(4, [*ATTENTION, *TOGETHER]))
 @torch.no_grad()
 def test_a_forward_pass_is_recorded_as_the_formulas_have_it(name: str, tokenizer: Path) -> None:
     model, rows = exported(name, tokenizer), list(some_tokens(3, 9))
@@ -97,7 +97,7 @@ def test_a_forward_pass_is_recorded_as_the_formulas_have_it(name: str, tokenizer
     check(model, watch, rows)
 
 
-@pytest.mark.parametrize("name", one_in(2, [*ATTENTION, *TOGETHER]))
+@pytest.mark.parametrize("name", one_in(4, [*ATTENTION, *TOGETHER]))
 @torch.no_grad()
 def test_a_padded_batch_is_recorded_while_it_is_generated(name: str, tokenizer: Path) -> None:
     model, tokens_BT = exported(name, tokenizer), some_tokens(3, 6)

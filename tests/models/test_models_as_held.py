@@ -32,24 +32,34 @@ def tokens(model: Any) -> Tensor:
     return torch.randint(model.config.vocab_size, (4, 24), generator=torch.Generator().manual_seed(0))
 
 
-def test_a_compiled_or_wrapped_model_is_the_model_inside(model: Any, folder: Path, tokens: Tensor) -> None:
-    expected = sinklab.measure(model, tokens)
-    in_place = load_pretrained(str(folder)).model
-    in_place.compile(backend="eager")
-    by_block = load_pretrained(str(folder)).model
-    for block in by_block.model.layers:
-        block.compile(backend="eager")
-    forms: list[Any] = [torch.compile(model, backend="eager"), nn.DataParallel(model), in_place, by_block]
-    for form in forms:
-        found = sinklab.measure(form, tokens)
-        assert (found.loss, found.sink_rate) == (expected.loss, expected.sink_rate)
-    for form in (forms[0], by_block):
-        with sinklab.probe(form) as watch:
-            logits = form(tokens).logits
-        assert torch.equal(logits, model(tokens).logits)
-        torch.testing.assert_close(
-            watch.layers[0].importance_BHT.mean(0), torch.from_numpy(expected.importance[0]), rtol=1e-5, atol=1e-6
-        )
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])  # takes 15 s
+def test_a_model_compiled_in_place_is_measured_and_recorded_as_it_was(
+    whole: bool, model: Any, folder: Path, tokens: Tensor
+) -> None:
+    compiled = load_pretrained(str(folder)).model
+    for part in [compiled] if whole else compiled.model.layers:
+        part.compile(backend="eager")
+    assert_same(compiled, model, tokens)
+    with sinklab.probe(compiled) as watch:
+        logits = compiled(tokens).logits
+    assert torch.equal(logits, model(tokens).logits)
+    expected = torch.from_numpy(sinklab.measure(model, tokens).importance[0])
+    torch.testing.assert_close(watch.layers[0].importance_BHT.mean(0), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_wrapped_model_is_the_model_inside(model: Any, tokens: Tensor) -> None:
+    compiled: Any = torch.compile(model, backend="eager")
+    for form in (compiled, nn.DataParallel(model)):
+        assert_same(form, model, tokens)
+    with sinklab.probe(compiled) as watch:
+        logits = compiled(tokens).logits
+    assert torch.equal(logits, model(tokens).logits)
+    assert len(watch.layers) == model.config.num_hidden_layers
+
+
+def assert_same(form: Any, model: Any, tokens: Tensor) -> None:
+    found, expected = sinklab.measure(form, tokens), sinklab.measure(model, tokens)
+    assert (found.loss, found.sink_rate) == (expected.loss, expected.sink_rate)
 
 
 def test_a_base_model_is_measured_without_a_loss(model: Any, tokens: Tensor) -> None:

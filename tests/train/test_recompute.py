@@ -1,5 +1,6 @@
 """`train.recompute: blocks` leaves losses and gradients unchanged, bit for bit."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,10 @@ from sinklab.data.prepare import prepare, settings_of
 from sinklab.device import float32_matmul
 from sinklab.interventions import VARIANTS
 from sinklab.model.transformer import Transformer
-from sinklab.train.directory.history import read_metrics
-from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
-from sinklab.train.parallelize import compile_blocks, recompute_blocks
 from sinklab.train.recipe import build_recipe
+from sinklab.train.run import open_run, read_metrics
+from sinklab.train.world import compile_blocks, recompute_blocks
 
 CPU = torch.device("cpu")
 BASE: dict[str, Any] = {
@@ -43,8 +43,7 @@ def loss_and_gradients(model: Transformer, precision: torch.dtype = torch.float3
     return [loss, *gradients]
 
 
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", one_in(3, VARIANTS))
+@pytest.mark.parametrize(("name", "precision"), one_in(5, itertools.product(VARIANTS, (torch.float32, torch.bfloat16))))
 def test_recomputation_leaves_losses_and_gradients_unchanged(name: str, precision: torch.dtype) -> None:
     plain, again = a_model(name), a_model(name)
     recompute_blocks(again, "blocks")
