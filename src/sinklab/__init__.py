@@ -80,9 +80,9 @@ def render_html(measurement: "Measurement") -> str:
     return import_module("sinklab.report.html").html(measurement)
 
 
-def render_text(measurement: "Measurement") -> str:
-    """Return the text of `print(measurement)`, as `sinklab measure` prints it."""
-    return import_module("sinklab.commands.results").measurement_text(measurement)
+def render_text(result: Any) -> str:
+    """Return the text of `print(result)` of a measurement or assessment, as the command prints it."""
+    return import_module("sinklab.commands.results").result_text(result)
 
 
 def __dir__() -> list[str]:

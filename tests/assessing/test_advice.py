@@ -19,9 +19,9 @@ from sinklab.assessing.parts.streaming import Streaming
 from sinklab.assessing.settings import AssessOptions
 from sinklab.data.prepare import prepared
 from sinklab.models.adapter import adapt
-from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import load_recipe
+from sinklab.train.run import open_run
 
 LOSS = {"targets": 100, "kl": 0.0}
 
@@ -111,7 +111,8 @@ def test_every_part_has_its_decisions_and_servers_their_own_options() -> None:
     free = advice(0.0)
     assert {one.question: one.answer for one in free.decisions}["BOS"] == "may be left out"
     assert free.servers["llama.cpp"] == "llama-server -m MODEL.gguf -ctk q8_0 -ctv q8_0"
-    assert len(free.table().rows) == len(free.decisions)
+    assert len(free.text(full=False).splitlines()) == 1 + len(free.decisions) + len(free.servers)
+    assert all(one.evidence in free.text() for one in free.decisions)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

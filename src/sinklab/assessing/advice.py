@@ -31,11 +31,12 @@ from sinklab.assessing.parts.quantisation import STATIC, Quantisation
 from sinklab.assessing.parts.streaming import Streaming
 from sinklab.assessing.reading import Effect
 from sinklab.assessing.settings import AssessOptions, settings_for
+from sinklab.files import write_text
 from sinklab.jobs import Observer, ignore
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading
 from sinklab.schema import VersionedDocument
-from sinklab.tables import Table, names
 
+ADVICE = "advice.txt"
 PARTS = ("streaming", "quantisation", "kv_cache", "kv_formats", "bos")
 KEPT = (0, 1, 2, 4, 8, 16)
 TOLERANCE = 0.01
@@ -78,10 +79,14 @@ class Advice(VersionedDocument):
     servers: dict[str, str]
     notes: list[str]
 
-    def table(self) -> Table:
-        """Return the table of the decisions."""
-        rows = [[one.question, one.answer, one.evidence] for one in self.decisions]
-        return Table(f"Within {self.tolerance:g} nats per token", names("Question", "Answer", "Evidence"), rows)
+    def text(self, full: bool = True) -> str:
+        """Return the decisions and the settings as text; with `full`, each decision has its evidence below it."""
+        lines = [f"{self.model}: within {self.tolerance:g} nats per token"]
+        for one in self.decisions:
+            lines.append(f"  {one.question}: {one.answer}")
+            lines += [f"      {one.evidence}"] if full else []
+        lines += [f"{server}:  {setting}" for server, setting in self.servers.items()]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes if full)])
 
 
 def advise(
@@ -97,7 +102,8 @@ def advise(
     """Assess a model with the parts that the decisions need, and decide.
 
     Args:
-        model, text, loading, out, observe: see `assess`; the assessment is saved in `out` and resumed.
+        model, text, loading, out, observe: see `assess`; the assessment is saved in `out` and resumed, and
+            the advice is written to advice.txt there.
         options: settings of the assessment, without `parts`; `kept` defaults to 0, 1, 2, 4, 8 and 16 first tokens.
         tolerance: largest added loss in nats per token.
 
@@ -114,7 +120,10 @@ def advise(
     reading = AssessText(opened, text)
     tokens_NT = reading.sequences(settings.sequences, settings.length)
     default_bos = bool(opened.bos_ids) and int(tokens_NT[0, 0]) in opened.bos_ids
-    return advice_of(done, tolerance, default_bos, lambda ids: opened.token_texts(ids), tokens_NT)
+    advice = advice_of(done, tolerance, default_bos, opened.token_texts, tokens_NT)
+    if out is not None:
+        write_text(out / ADVICE, advice.text() + "\n")
+    return advice
 
 
 def advice_of(

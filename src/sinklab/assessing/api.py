@@ -54,8 +54,10 @@ def assess(
     if tokens is not None and text is not None:
         raise InputError("pass `tokens` or `text`, not both")
     with tempfile.TemporaryDirectory() as folder:
-        source: Path | Tensor | None = Path(text) if isinstance(text, str | Path) else None
-        if text is not None and source is None:
+        source: Path | Tensor | None = None
+        if isinstance(text, str | Path):
+            source = Path(text)
+        elif text is not None:
             source = Path(folder) / "documents.jsonl"
             source.write_text("".join(json.dumps({"text": document}) + "\n" for document in text), "utf-8")
         if tokens is not None:

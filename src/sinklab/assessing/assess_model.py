@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic import Field, SerializeAsAny, SerializerFunctionWrapHandler, model_serializer, model_validator
 from torch import Tensor
 
+from sinklab import render_text
 from sinklab.assessing.part import AssessPart, AssessText, GivenTokens, PartRow
 from sinklab.assessing.parts import IN_QUICK, PARTS, USUAL, PartName, known_part
 from sinklab.assessing.reading import PartInput
@@ -71,6 +72,9 @@ class Assessment(VersionedDocument):
         document = handler(self)
         results = document.pop("results")
         return {**document, **{name: results.get(name) for name in PARTS}}
+
+    def __str__(self) -> str:
+        return render_text(self)
 
     def result(self, part: type[OnePart]) -> OnePart:
         """Return the result of a part.
@@ -315,7 +319,9 @@ def _inputs(
     return inputs
 
 
-def _notes(text: AssessText, given: Path | None, settings: AssessSettings, options: AssessOptions) -> list[str]:
+def _notes(
+    text: AssessText, given: Path | Tensor | None, settings: AssessSettings, options: AssessOptions
+) -> list[str]:
     model, adapter = text.model, text.model.adapter
     notes = [*model.notes]
     if model.step != model.planned_steps:
