@@ -15,8 +15,8 @@ from pathlib import Path
 from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import JUDGED, SUMMARY, VERDICTS, Summary, counts_by_subject
 from sinklab.experiments.paper import statements
-from sinklab.experiments.verdicts import five_seeds
-from sinklab.experiments.verdicts.five_seeds import CommittedVerdict, shipped_verdicts
+from sinklab.experiments.verdicts import wording as five_seeds
+from sinklab.experiments.verdicts.wording import CommittedVerdict, shipped_verdicts
 from sinklab.files import parse_json, write_json
 from sinklab.report.sweeps import ABOUT
 from sinklab.tables import Table, markdown, names

@@ -17,10 +17,10 @@ from statistics import fmean, stdev, variance
 
 from sinklab.errors import SinklabError
 from sinklab.experiments.quantities import RunNumbers, quantity
-from sinklab.experiments.results import read_numbers
+from sinklab.experiments.summary import read_numbers
 from sinklab.experiments.sweep.store import found_runs
-from sinklab.experiments.verdicts import five_seeds
-from sinklab.experiments.verdicts.five_seeds import PilotSpread, shipped_pilots
+from sinklab.experiments.verdicts import wording as five_seeds
+from sinklab.experiments.verdicts.wording import PilotSpread, shipped_pilots
 from sinklab.files import write_json
 from sinklab.measuring.registry import STORED
 from sinklab.tables import NO_SINK

@@ -23,10 +23,10 @@ from pathlib import Path
 from benchmarks.timing import RESULTS, environment
 from sinklab.data.prepare import prepared
 from sinklab.experiments.sweep.engine import Event, PlannedRun, train_all
-from sinklab.experiments.sweep.engines.local import LocalEngine
+from sinklab.experiments.sweep.local import LocalEngine
 from sinklab.files import write_json
-from sinklab.train.directory.run import open_run
 from sinklab.train.recipe import load_recipe
+from sinklab.train.run import open_run
 
 CELLS, JOBS = 12, 2
 

@@ -35,8 +35,8 @@ from sinklab.files import write_json
 from sinklab.model import transformer
 from sinklab.model.block import DecoderBlock
 from sinklab.train import update
-from sinklab.train.directory.run import open_run
 from sinklab.train.recipe import Recipe, load_recipe
+from sinklab.train.run import open_run
 from sinklab.train.update import Updater
 
 GOALS = {"fp32": 1.10, "bf16": 1.25}

@@ -23,10 +23,9 @@ from benchmarks.timing import RESULTS, environment
 from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare, settings_of
 from sinklab.files import write_json
-from sinklab.train.directory.history import read_metrics
-from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe, load_recipe
+from sinklab.train.run import open_run, read_metrics
 
 VARIANTS = {"softmax": [], "sigmoid": ["model.attention.operation=sigmoid"]}
 SOURCE, TOKENIZER, TEXT_BYTES = "stdlib+site-packages", "train:16384", 400_000_000  # about one epoch

@@ -26,11 +26,11 @@ from benchmarks.timing import RESULTS, environment
 from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare, settings_of
 from sinklab.files import write_json
-from sinklab.train.directory.run import open_run
-from sinklab.train.parallelize import compile_blocks
 from sinklab.train.planning import memory_estimate, model_flops, peak_flops
 from sinklab.train.recipe import Recipe, load_recipe
+from sinklab.train.run import open_run
 from sinklab.train.update import Updater
+from sinklab.train.world import compile_blocks
 
 VARIANTS = {"softmax": [], "k_biases": ["model.attention.bias=k"], "sigmoid": ["model.attention.operation=sigmoid"]}
 BATCHES = {"60m": (64, 32), "1b": (16, 8)}  # sequences per step and per micro-batch

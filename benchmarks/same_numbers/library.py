@@ -19,7 +19,7 @@ from torch import Tensor
 import sinklab
 from benchmarks.same_numbers.inputs import FAMILIES
 
-MOVED = {"load_run": ("sinklab.train.directory.run", "sinklab.train.runs"), "load_recipe": ("sinklab.train.recipe",)}
+MOVED = {"load_run": ("sinklab.train.run", "sinklab.train.runs"), "load_recipe": ("sinklab.train.recipe",)}
 """Modules in which a function is searched, in this order, because older versions have it elsewhere."""
 PROBED = ("llama", "gpt2", "mistral", "gemma2", "gpt_oss", "granite", "opt", "bloom", "mpt", "gptj", "gpt_neo", "jamba")
 EXPORTED = ("softmax", "k_biases", "sink_logit", "registers", "stick_breaking", "differential", "window")

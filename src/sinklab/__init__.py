@@ -70,7 +70,7 @@ def render_html(measurement: "Measurement") -> str:
 
 def render_text(measurement: "Measurement") -> str:
     """Return the text of `print(measurement)`, as `sinklab measure` prints it."""
-    return import_module("sinklab.commands.terminal.results").measurement_text(measurement)
+    return import_module("sinklab.commands.results").measurement_text(measurement)
 
 
 def __dir__() -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from sinklab.errors import InputError, SinklabError, UnsavedError, cause
 from sinklab.files import check_results, write_json
-from sinklab.train.directory.lock import one_writer
+from sinklab.train.lock import one_writer
 
 EventKind = Literal["started", "advanced", "finished", "kept", "failed", "skipped", "noted"]
 

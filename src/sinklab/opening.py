@@ -268,7 +268,7 @@ def _run(name: str, loading: Loading, step: int | None) -> Model:
     """Load a run. Its `arrange` uses the data loader of training, which inserts BOS, fixed and random tokens."""
     from sinklab.data.loader import Loader, TokenFile
     from sinklab.data.tokenizers import load_tokenizer
-    from sinklab.train.directory.run import load_run, recipe_and_data
+    from sinklab.train.run import load_run, recipe_and_data
 
     where, kind = pick_device(loading.device), pick_dtype(loading.dtype)
     run = load_run(Path(name), step)

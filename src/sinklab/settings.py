@@ -1,6 +1,6 @@
 """Base class of command settings, and fields shared by several commands.
 
-A settings model declares bounds, default and help text of each setting. `commands/from_model.py` derives the command
+A settings model declares bounds, default and help text of each setting. `commands/options.py` derives the command
 line options from its fields. Result documents contain the `model_dump` of the settings.
 
 Names of the dtypes of a model's weights.
@@ -64,8 +64,8 @@ class CommandSettings(BaseModel, frozen=True):
             super().__init__(**values)
         except ValidationError as error:
             first = error.errors()[0]
-            if isinstance(said := first.get("ctx", {}).get("error"), InputError):
-                raise said from None
+            if isinstance(reason := first.get("ctx", {}).get("error"), InputError):
+                raise reason from None
             name = str(first["loc"][0]) if first["loc"] else type(self).__name__
             option = option_name(type(self), name) if name in type(self).model_fields else name
             value = "" if first["type"] == "missing" else f" {first['input']!r}"

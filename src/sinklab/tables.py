@@ -1,6 +1,6 @@
 """Result tables, rendered in the terminal, in HTML or in Markdown.
 
-`commands/terminal/tables.py` renders them in the terminal, `report/templates/table.html.j2` in HTML. Cells contain
+`commands/terminal.py` renders them in the terminal, `report/templates/table.html.j2` in HTML. Cells contain
 unformatted numbers or text; the column's format specification is applied to the numbers in every output.
 
 Specification of chart axes; `report/charts.py` draws the charts. `highest_rate` is the position with the highest sink

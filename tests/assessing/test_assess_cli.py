@@ -21,7 +21,7 @@ from sinklab.assessing.parts.streaming import Streaming
 from sinklab.assessing.settings import AssessOptions, settings_for
 from sinklab.jobs import JobEvent, Observer, ignore
 from sinklab.opening import open_model
-from sinklab.train.directory.lock import HeldError
+from sinklab.train.lock import HeldError
 
 SMALL = ("--sequences", 2, "--stream-length", 24, "--cache", 8, "--length", 16, "--budget", 6)
 
@@ -328,9 +328,9 @@ def test_a_part_that_turns_out_not_to_apply_is_skipped_or_refused_if_it_was_name
 
 def _differential(folder: Path) -> tuple[Path, Path]:
     from sinklab.data.prepare import prepared
-    from sinklab.train.directory.run import open_run
     from sinklab.train.loop import Trainer
     from sinklab.train.recipe import build_recipe
+    from sinklab.train.run import open_run
 
     text = text_file(folder / "text.jsonl", 200)
     recipe = build_recipe(

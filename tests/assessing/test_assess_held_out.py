@@ -16,7 +16,7 @@ from sinklab.assessing.parts import NUMBERS, PARTS
 from sinklab.assessing.parts.quantisation import Quantisation
 from sinklab.assessing.parts.streaming import Streaming
 from sinklab.opening import open_model
-from sinklab.train.directory.run import recipe_and_data
+from sinklab.train.run import recipe_and_data
 
 
 @pytest.mark.parametrize("bos", [True, False])

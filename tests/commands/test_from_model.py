@@ -7,7 +7,7 @@ import typer
 from pydantic import Field, field_validator
 from typer.testing import CliRunner
 
-from sinklab.commands.from_model import Only, PanelCommand, with_options
+from sinklab.commands.options import Only, PanelCommand, with_options
 from sinklab.errors import InputError
 from sinklab.settings import INPUT, CommandSettings, Flag, Several
 

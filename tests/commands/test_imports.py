@@ -20,7 +20,7 @@ import json, pathlib, tempfile
 from sinklab.train.recipe import build_recipe
 from sinklab.data.prepare import prepare, settings_of
 from sinklab.train.loop import Trainer
-from sinklab.train.directory.run import open_run
+from sinklab.train.run import open_run
 folder = pathlib.Path(tempfile.mkdtemp())
 text = folder / "text.jsonl"
 text.write_text("".join(json.dumps({"text": f"word {i} and {i * i} " * 9}) + "\\n" for i in range(200)))

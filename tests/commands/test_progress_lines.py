@@ -11,7 +11,7 @@ from conftest import Run
 from rich.console import Console
 from tiny_models import text_file, tiny_model
 
-from sinklab.commands.terminal.progress import DataDisplay, JobProgress, RunDisplay, elapsed
+from sinklab.commands.terminal import DataDisplay, JobProgress, RunDisplay, elapsed
 from sinklab.experiments.sweep.engine import Event
 from sinklab.jobs import JobEvent, StepProgress
 from sinklab.measuring.options import Request, Study
@@ -153,7 +153,7 @@ class Written(io.StringIO):
 
 
 def test_the_phase_is_printed_while_the_work_itself_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinklab.commands.terminal.progress.BEATS_EVERY", 0.001)
+    monkeypatch.setattr("sinklab.commands.terminal.BEATS_EVERY", 0.001)
     printed, clock = Written(), Clock()
     threads = threading.active_count()
     with JobProgress(Console(file=printed, width=200), phase="reading gpt2", clock=clock):
@@ -167,8 +167,8 @@ def test_the_phase_is_printed_while_the_work_itself_prints_nothing(monkeypatch: 
 def test_a_command_names_what_it_reads_first(
     command: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sinklab.commands.terminal.progress.SPEAKS_EVERY", 0.0)
-    monkeypatch.setattr("sinklab.commands.terminal.progress.BEATS_EVERY", 0.001)
+    monkeypatch.setattr("sinklab.commands.terminal.SPEAKS_EVERY", 0.0)
+    monkeypatch.setattr("sinklab.commands.terminal.BEATS_EVERY", 0.001)
     model, text = tiny_model(tmp_path / "gpt2", "gpt_neox"), text_file(tmp_path / "text.jsonl")
     parts = ("--parts", "heads") if command == "assess" else ()
     status, _, err = run(command, model, "--text", text, "--sequences", 2, "--length", 16, *parts)

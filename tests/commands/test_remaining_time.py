@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sinklab.commands.terminal.progress import RunDisplay, duration, short_duration
+from sinklab.commands.terminal import RunDisplay, duration, short_duration
 from sinklab.experiments.sweep.engine import Event
 
 STEPS, EVAL_EVERY = 100, 10

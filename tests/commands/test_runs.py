@@ -10,14 +10,14 @@ import pytest
 from conftest import Run
 from rich.console import Console
 
-from sinklab.commands.terminal.results import print_runs
+from sinklab.commands.results import print_runs
 from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare, settings_of
 from sinklab.errors import InputError, SinklabError
 from sinklab.report.collect import collect, list_runs
-from sinklab.train.directory.run import establish, open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe, load_recipe
+from sinklab.train.run import establish, open_run
 
 SMALL = ["model.layers=1", "model.width=16", "model.heads=2", "model.ffn_width=16", "model.context=16"]
 SMALL += ["metric.length=16", "metric.sequences=4", "train.batch_size=2", "train.eval_sequences=4"]

@@ -17,10 +17,10 @@ import yaml
 from commands import Command, Kill, together
 from sampling import one_in
 
-from sinklab.commands.ending import end
+from sinklab.commands.app import end
 from sinklab.errors import SinklabError
 from sinklab.signals import PreemptedError, left_on_signals
-from sinklab.train.directory.history import read_metrics
+from sinklab.train.run import read_metrics
 
 RECIPE = {
     "model": {"layers": 1, "width": 16, "heads": 2, "ffn_width": 16, "context": 16},

@@ -9,9 +9,8 @@ import torch
 from made_measurement import made_measurement
 from rich.console import Console
 
-from sinklab.commands.terminal.progress import RunDisplay
-from sinklab.commands.terminal.results import print_claims, print_measurement, print_replay
-from sinklab.commands.terminal.tables import print_table, print_text
+from sinklab.commands.results import print_claims, print_measurement, print_replay
+from sinklab.commands.terminal import RunDisplay, print_table, print_text
 from sinklab.experiments.documents import JudgedClaim
 from sinklab.experiments.sweep.engine import Event
 from sinklab.measuring.accumulate import Accumulator, Cost, measurement_from
@@ -20,7 +19,7 @@ from sinklab.measuring.options import Options
 from sinklab.measuring.records import Batch
 from sinklab.report.result_tables import measurement_tables
 from sinklab.tables import Table, TableCell, TableColumn, markdown, names, number_text
-from sinklab.train.replay import Replay
+from sinklab.train.update import Replay
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 

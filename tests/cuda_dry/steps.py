@@ -33,9 +33,9 @@ from sinklab.interventions import VARIANTS  # noqa: E402
 from sinklab.measuring import driver  # noqa: E402
 from sinklab.model import loss  # noqa: E402
 from sinklab.train import world  # noqa: E402
-from sinklab.train.directory.run import open_run  # noqa: E402
 from sinklab.train.evaluator import Evaluator  # noqa: E402
 from sinklab.train.recipe import build_recipe, recipe_values  # noqa: E402
+from sinklab.train.run import open_run  # noqa: E402
 from sinklab.train.update import Updater  # noqa: E402
 
 CONTEXT = 64

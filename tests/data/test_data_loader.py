@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sinklab.data.loader import DataConfig, FixedToken, Loader, RandomTokens
 from sinklab.data.prepare import prepare, settings_of
 from sinklab.errors import InputError
-from sinklab.train.directory.run import open_run
 from sinklab.train.recipe import load_recipe
+from sinklab.train.run import open_run
 
 TOKENS = np.arange(2, 1002, dtype=np.uint16)  # 1000 different tokens; 0 is EOS and 1 BOS
 VOCAB = 1002

@@ -11,9 +11,9 @@ from sinklab.data.corpora import TASKS, parse, synthetic_documents
 from sinklab.data.prepare import prepare, prepared, settings_of
 from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
-from sinklab.train.directory.run import load_run, open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import load_recipe
+from sinklab.train.run import load_run, open_run
 
 
 def documents(source: str) -> list[list[str]]:

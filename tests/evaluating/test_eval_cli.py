@@ -17,7 +17,7 @@ from sinklab.evaluating.evaluate_model import evaluate_model
 from sinklab.evaluating.evaluation import DownstreamScores, TaskRequest, load_scores
 from sinklab.jobs import JobEvent
 from sinklab.survey.measure import text_hash
-from sinklab.train.directory.lock import HeldError, lock_run, one_writer
+from sinklab.train.lock import HeldError, lock_run, one_writer
 
 Made = tuple[Path, Path]
 

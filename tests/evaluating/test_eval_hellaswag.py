@@ -12,8 +12,8 @@ from loglikelihood_reference import hellaswag_answers, reference_model
 from tiny_gguf import needed
 
 from sinklab.errors import InputError
+from sinklab.evaluating.evaluate_model import read_items
 from sinklab.evaluating.evaluation import load_scores
-from sinklab.evaluating.hellaswag import read_items
 
 RESULTS = Path(__file__).parents[2] / "results" / "models"
 ORIGINAL = {

@@ -17,7 +17,7 @@ from sinklab.evaluating.evaluate_model import evaluate_model
 from sinklab.evaluating.evaluation import ItemRecord, TaskRequest, TaskScores
 from sinklab.measuring.options import Request
 from sinklab.survey.measure import measure_model
-from sinklab.train.directory.run import load_run
+from sinklab.train.run import load_run
 
 pytest.importorskip("lm_eval", reason="needs lm-eval (extra eval)")
 LONG = {"context": 64}

@@ -11,9 +11,9 @@ from sinklab.data.prepare import prepared
 from sinklab.errors import SinklabError
 from sinklab.experiments.definition import Scale
 from sinklab.experiments.shipped import experiment_ids, load_experiment
-from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe, build_recipe, recipe_values
+from sinklab.train.run import open_run
 
 SHORT = {"train": {"steps": 3, "eval_every": 3, "save_every": 3, "eval_sequences": 8}, "metric": {"sequences": 8}}
 NARROW: Mapping[Scale, Mapping[str, Any]] = {

@@ -13,9 +13,8 @@ from sinklab.errors import InputError
 from sinklab.experiments.definition import Experiment
 from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.shipped import experiment_ids, load_experiment
-from sinklab.experiments.sweep.plan import plan_sweep
-from sinklab.experiments.sweep.store import ManifestCell, SweepManifest, merged_manifests
-from sinklab.experiments.sweep.verifying import check_dates
+from sinklab.experiments.sweep.packed import check_dates
+from sinklab.experiments.sweep.store import ManifestCell, SweepManifest, merged_manifests, plan_sweep
 
 LESS: dict[str, Any] = {"is": "less", "value": "sink_1", "cell": "sigmoid", "than": "softmax"}
 CLAIM: dict[str, Any] = {
@@ -77,7 +76,10 @@ def test_a_reference_to_no_comparison_is_refused(same_as: str, said: str, tmp_pa
         ({"check": {"is": "absent", "cell": "sigmoid", "value": "sink_growth"}}, "absent requires a sink rate"),
         ({"check": {**LESS, "by": 1, "times": 2}}, "not both"),
         ({"check": {"is": "all", "of": [{"is": "absent", "cell": "sigmoid"}]}}, "at least 2"),
-        ({"check": {"is": "grows_with_size", "cell": "sigmoid", "value": "sink_1", "at_step": 9}}, "at_step is"),
+        ({"check": {"is": "rising", "cell": "sigmoid", "value": "sink_1", "at_step": 9}}, "at_step is"),
+        ({"check": {**LESS, "than_value": "sink_bias"}}, "either than, a cell, or than_value"),
+        ({"check": {"is": "rising", "cell": "sigmoid", "value": "sink_1"}}, "compares domains or models, but the"),
+        ({"check": {"is": "within", "cell": "sigmoid", "value": "sink_1", "at_most": 1, "after": 9}}, "after requires"),
         ({"changed": "later"}, "changed"),
         ({"stated": "soon"}, "stated"),
         ({"evidence": "strong"}, "evidence"),
@@ -105,7 +107,16 @@ def test_a_manifest_of_an_earlier_version_is_read() -> None:
                 "text": "..",
                 "check": {
                     "is": "all",
-                    "of": [{**at, "is": "peak_at", "position": 2}, {**alike, "is": "equal", "of": of}],
+                    "of": [
+                        {
+                            "is": "greater",
+                            "cell": "softmax",
+                            "value": "sink_2",
+                            "than_value": "highest_rate_except_2",
+                            "at_least": 1.0,
+                        },
+                        {**alike, "is": "equal", "of": of},
+                    ],
                 },
             },
         ],

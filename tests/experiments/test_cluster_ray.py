@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from cluster_runs import Diary, six_runs, train_disturbed
 
-from sinklab.experiments.sweep.engines.cluster import RayEngine, RayOptions
+from sinklab.experiments.sweep.cluster import RayEngine, RayOptions
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster

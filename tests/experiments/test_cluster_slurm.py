@@ -12,8 +12,8 @@ import pytest
 from cluster_runs import Diary, six_runs, train_disturbed
 
 from sinklab.errors import InputError
+from sinklab.experiments.sweep.cluster import SlurmEngine, SlurmOptions
 from sinklab.experiments.sweep.engine import Event, PlannedRun
-from sinklab.experiments.sweep.engines.cluster import SlurmEngine, SlurmOptions
 
 SCRIPT = Path(__file__).parents[1] / "cluster" / "slurm.sh"
 OPTIONS = SlurmOptions(poll_seconds=1)

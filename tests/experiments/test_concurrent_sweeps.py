@@ -18,12 +18,12 @@ from sweeps import planned_run, write_experiment
 
 from sinklab.experiments.documents import SUMMARY, read_record
 from sinklab.experiments.sweep import engine as scheduling
+from sinklab.experiments.sweep import local
 from sinklab.experiments.sweep.engine import Event, PlannedRun, train_all
-from sinklab.experiments.sweep.engines import local
-from sinklab.experiments.sweep.engines.local import LocalEngine, cores_here, shares
+from sinklab.experiments.sweep.local import LocalEngine, cores_here, shares
 from sinklab.experiments.sweep.worker import train_cell
 from sinklab.signals import PreemptedError
-from sinklab.train.directory.lock import lock_run
+from sinklab.train.lock import lock_run
 
 UNREPEATABLE = {"seconds", "tokens_per_second", "peak_memory_mb"}
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from sinklab.commands.options import EngineName
 from sinklab.errors import InputError, install_command
-from sinklab.experiments.sweep.engines import EngineName, open_engine, read_options
-from sinklab.experiments.sweep.engines.cluster import RayOptions, SlurmOptions
+from sinklab.experiments.sweep.cluster import RayOptions, SlurmOptions, open_engine, read_options
 
 
 def test_options_are_read_from_keys_and_values_the_last_of_which_counts() -> None:

@@ -11,7 +11,7 @@ from sweeps import EXPERIMENT, write_experiment
 from sinklab.errors import InputError
 from sinklab.experiments.definition import Experiment
 from sinklab.experiments.shipped import experiment_ids, load_experiment
-from sinklab.experiments.sweep.plan import cells_of, plan_sweep
+from sinklab.experiments.sweep.store import cells_of, plan_sweep
 from sinklab.train.recipe import build_recipe, load_recipe
 
 

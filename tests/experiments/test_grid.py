@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from sinklab.experiments.definition import Experiment
 from sinklab.experiments.summary import at_scale, summarise
-from sinklab.experiments.sweep.plan import plan_sweep
+from sinklab.experiments.sweep.store import plan_sweep
 from sinklab.report.sweeps import grid_tables
 
 SMALL = {"optim": {"weight_decay": 0.1}}

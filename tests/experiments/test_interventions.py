@@ -9,16 +9,16 @@ import yaml
 from sampling import one_in
 
 from sinklab.attention.config import kinds_of
-from sinklab.commands.terminal.plans import settings_of
+from sinklab.commands.results import settings_of
 from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare
 from sinklab.data.prepare import settings_of as data_settings
 from sinklab.errors import SinklabError
 from sinklab.interventions import CHOICES, NEUTRAL, NOT_INTERVENTIONS, VARIANTS, catalogue
 from sinklab.model.config import ModelConfig
-from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe, build_recipe, load_recipe
+from sinklab.train.run import open_run
 
 BASE = {
     "model": {"layers": 2, "width": 32, "heads": 2, "ffn_width": 48, "context": 32},

@@ -26,8 +26,8 @@ from sinklab.experiments.measured import (
     published_numbers,
     subjects_of,
 )
-from sinklab.experiments.results import measured_numbers
 from sinklab.experiments.shipped import load_experiment
+from sinklab.experiments.summary import measured_numbers
 from sinklab.measuring.options import Options, Request
 from sinklab.survey.measure import measure_model
 
@@ -137,7 +137,7 @@ def test_a_repeated_token_has_no_sink_in_a_real_model_with_rotary_positions(data
     evidence = next(claim.evidence for claim in summary.claims if claim.id == "no_sink_on_repeated_tokens")
     assert evidence.endswith("5 draws of 12 sequences.")
     assert "seed" not in evidence
-    assert {claim.verdict_said for claim in summary.claims} >= {"reproduced for this model", "not run"}
+    assert {claim.shown_verdict for claim in summary.claims} >= {"reproduced for this model", "not run"}
     assert summary.cells["natural"].seeds == 5
     assert list(summary.cells) == ["natural", "random", "repeat"]
     assert summary.experiments["table_1"].published == {}
@@ -224,7 +224,7 @@ def test_a_family_is_ordered_by_size_whatever_the_order_given(gpt2: str, text: P
 
 
 def test_a_claim_of_an_unknown_family_is_refused() -> None:
-    check = {"is": "grows_with_size", "cell": "a", "value": "sink_1", "families": ["bert"]}
+    check = {"is": "rising", "cell": "a", "value": "sink_1", "families": ["bert"]}
     with pytest.raises(ValidationError, match="unknown family 'bert'; choose from: gpt2"):
         made({"a": {}}, [{"id": "one", "text": "..", "check": check}], each="model")
 
@@ -301,7 +301,7 @@ def test_a_number_that_was_not_measured_is_not_there() -> None:
 
 BOUND = {"is": "within", "value": "sink_1", "cell": "no", "at_most": 1}
 CHAT = {"natural": {"inputs": "natural"}, "chat": {"inputs": "natural", "model": "chat"}}
-OVER_DOMAINS = {"is": "alike_over_domains", "value": "sink_1", "cell": "natural", "margin": 1}
+OVER_DOMAINS = {"is": "equal", "value": "sink_1", "cell": "natural", "margin": 1}
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ OVER_DOMAINS = {"is": "alike_over_domains", "value": "sink_1", "cell": "natural"
         ({"claims": [{"id": "a", "text": "..", "check": BOUND}]}, "unknown cell 'no'"),
         (
             {"claims": [{"id": "a", "text": "..", "check": OVER_DOMAINS}]},
-            "compares domains, but the experiment does not set `each`",
+            "compares domains or models, but the experiment does not set `each`",
         ),
         ({"each": "domain", "cells": {"random": {"inputs": "random"}}}, "must set inputs: natural"),
         ({"each": "domain", "cells": CHAT}, "cell 'chat' sets model, and the experiment sets `each`"),

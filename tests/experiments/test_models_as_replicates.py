@@ -22,9 +22,9 @@ from sinklab.experiments.measured import (
 from sinklab.experiments.shipped import load_experiment
 from sinklab.export.directory import export_run
 from sinklab.survey.measure import measure_model
-from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import build_recipe
+from sinklab.train.run import open_run
 
 SEEDS = 5
 STEPS = (1, 12)
@@ -87,7 +87,7 @@ def few_then_all(series: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
 def test_training_seeds_are_the_replicates_of_a_verdict(few_then_all: tuple[Summary, Summary]) -> None:
     _, found = few_then_all
     (claim,) = found.claims
-    assert (claim.verdict, claim.verdict_said, claim.replicate, claim.seeds) == ("reproduced",) * 2 + ("model", SEEDS)
+    assert (claim.verdict, claim.shown_verdict, claim.replicate, claim.seeds) == ("reproduced",) * 2 + ("model", SEEDS)
     assert "5 models on 6 sequences" in claim.evidence
     assert [run.directory for run in found.cells["end"].runs] == [f"end/seed{seed}_step12" for seed in range(SEEDS)]
 
@@ -127,7 +127,7 @@ def test_a_single_model_per_cell_is_measured_on_draws(series: Path, tmp_path: Pa
     learned = {"is": "less", "value": "valid_loss", "cell": "step12", "than": "step1"}
     said = {"id": "mine", "title": "Mine", "cells": cells, "claims": [{"id": "a", "text": "..", "check": learned}]}
     (claim,) = measured(Experiment.model_validate(said), series, tmp_path / "out", n=5).summary().claims
-    assert (claim.replicate, claim.verdict_said) == ("draw", "reproduced for these models")
+    assert (claim.replicate, claim.shown_verdict) == ("draw", "reproduced for these models")
 
 
 @pytest.mark.parametrize("name", NAMED)

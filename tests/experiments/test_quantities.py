@@ -9,8 +9,8 @@ import pytest
 from trained_run import trained_run
 
 from sinklab.experiments.quantities import RunNumbers, quantity
-from sinklab.experiments.results import read_numbers
-from sinklab.train.directory.history import Evaluation
+from sinklab.experiments.summary import read_numbers
+from sinklab.train.run import Evaluation
 
 FIRST = Evaluation(
     step=0, sink_rate=[1.0, 2.0, 3.0, 4.0, 5.0], valid_loss=7.0, hidden_norm_ratio=[3.0], norm_ratio_sink_token=[2.0]

@@ -15,7 +15,7 @@ from sweeps import EXPERIMENT, write_experiment
 from sinklab.commands import reproducing
 from sinklab.experiments import shipped
 from sinklab.experiments.documents import SUMMARY
-from sinklab.train.directory.lock import LOCK, lock_run
+from sinklab.train.lock import LOCK, lock_run
 
 OTHER = """
 id: other

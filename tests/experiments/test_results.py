@@ -11,7 +11,7 @@ from trained_run import trained_run
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.documents import RECORD, RunRecord
-from sinklab.experiments.results import read_numbers
+from sinklab.experiments.summary import read_numbers
 from sinklab.measuring.measurement import Measurement
 
 METRICS = "metrics.jsonl"

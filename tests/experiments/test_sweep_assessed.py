@@ -11,7 +11,7 @@ from sweeps import write_experiment
 
 from sinklab.assessing.assess_model import load_assessment
 from sinklab.commands import reproducing
-from sinklab.train.directory.lock import one_writer
+from sinklab.train.lock import one_writer
 
 STREAMED = """
 id: streamed

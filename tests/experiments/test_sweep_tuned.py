@@ -17,8 +17,7 @@ from sinklab.commands.options import ReproduceSettings
 from sinklab.commands.reproduce import named_experiments
 from sinklab.errors import InputError, install_command
 from sinklab.experiments.shipped import load_experiment
-from sinklab.experiments.sweep.packed import read_packed, unpack
-from sinklab.experiments.sweep.verifying import verify_packed
+from sinklab.experiments.sweep.packed import read_packed, unpack, verify_packed
 from sinklab.tuning.settings import TuneOptions
 from sinklab.tuning.tune import check_tuned
 from sinklab.tuning.tuned_directory import load_tuning

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from sinklab.experiments.verdicts.counts import (
+from sinklab.experiments.verdicts.kinds import (
     middle_and_ends,
     pairs_against,
     rank_sum_p,

@@ -14,11 +14,10 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
-from sinklab.experiments.claims import Equal, Monotone, Precedes
+from sinklab.experiments.claims import Differs, Equal, Monotone
+from sinklab.experiments.documents import CellRun, CellSummary
 from sinklab.experiments.quantities import RunNumbers
-from sinklab.experiments.results import CellResults
-from sinklab.experiments.verdicts.counts import middle_and_ends, seed_by_seed, separated
-from sinklab.experiments.verdicts.kinds import Runs, decide
+from sinklab.experiments.verdicts.kinds import decide, middle_and_ends, seed_by_seed, separated
 
 DRAWS = 3000
 SEEDS = 5
@@ -169,14 +168,18 @@ def test_what_of_the_differences_of_losses_is_found(nats: float, found: float) -
     assert above(a + nats, b).mean() == about(found)
 
 
-def drawn_runs(name: str, cells: Mapping[str, Numbers]) -> Iterator[Runs]:
+def drawn_runs(name: str, cells: Mapping[str, Numbers]) -> Iterator[dict[str, CellSummary]]:
     """Runs with these numbers, one draw after the other."""
     for draw in range(len(next(iter(cells.values())))):
-        yield Runs({cell: _cell([{name: value} for value in of[draw].tolist()]) for cell, of in cells.items()})
+        yield {cell: _cell([{name: value} for value in of[draw].tolist()]) for cell, of in cells.items()}
 
 
-def _cell(values: Sequence[Mapping[str, float]]) -> CellResults:
-    return CellResults({}, (), [RunNumbers(seed, (), measured=one) for seed, one in enumerate(values)])
+def _cell(values: Sequence[Mapping[str, float]]) -> CellSummary:
+    runs = [
+        CellRun(seed=seed, hash="", directory="", status="done", numbers=RunNumbers(seed, (), measured=one))
+        for seed, one in enumerate(values)
+    ]
+    return CellSummary(runs=runs)
 
 
 @pytest.mark.parametrize(
@@ -205,11 +208,9 @@ def test_which_step_comes_first_of_steps_in_hundreds_up_to_1500(
     z = normals(2, draws=1000, shared=0.0)
     steps = [np.ceil(np.exp(mean + sd * one) / 100) * 100 for (mean, sd), one in zip((first, then), z, strict=True)]
     one, other = (np.where(step > 1500, np.inf, step).tolist() for step in steps)
-    check = Precedes(cell="a", first="norm_step", then="emergence_step")
+    check = Differs.model_validate({"is": "less", "value": "norm_step", "cell": "a", "than_value": "emergence_step"})
     said = [
-        decide(
-            check, Runs({"a": _cell([{"norm_step": x, "emergence_step": y} for x, y in zip(*draw, strict=True)])})
-        ).holds
+        decide(check, {"a": _cell([{"norm_step": x, "emergence_step": y} for x, y in zip(*draw, strict=True)])}).holds
         for draw in zip(one, other, strict=True)
     ]
     assert said.count(True) / len(said) == about(found, 1000)

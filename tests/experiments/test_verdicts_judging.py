@@ -1,33 +1,31 @@
 """Basis of a verdict: number of seeds, their cells, threshold, and claims that do not apply."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from made_runs import cell_of, cells_of, experiment_of, judged, reading, run_of, verdict
 
-from sinklab.experiments.documents import JudgedClaim, Summary
-from sinklab.experiments.results import CellResults
+from sinklab.experiments.documents import CellSummary, JudgedClaim, Summary
 from sinklab.experiments.shipped import load_experiment
 from sinklab.experiments.summary import at_scale, summarise
-from sinklab.experiments.verdicts import five_seeds
-from sinklab.experiments.verdicts.five_seeds import Committed, Pilots, detectable, verdict_of_five
+from sinklab.experiments.verdicts import wording as five_seeds
 from sinklab.experiments.verdicts.judging import judge
-from sinklab.train.directory.history import Evaluation
+from sinklab.experiments.verdicts.wording import Committed, Pilots, detectable, verdict_of_five
+from sinklab.train.run import Evaluation
 
 SINKS = {"softmax": [36.0, 30.0, 41.5, 27.0, 22.0], "k_biases": [0.0] * 5}
 LESS = {"is": "less", "value": "sink_1", "cell": "k_biases", "than": "softmax", "absent": True}
 HAS_ONE = {"is": "within", "value": "sink_1", "cell": "softmax", "at_least": 10.0}
 
 
-def first(seeds: int) -> dict[str, CellResults]:
+def first(seeds: int) -> dict[str, CellSummary]:
     return cells_of("sink_1", {cell: values[:seeds] for cell, values in SINKS.items()})
 
 
 def test_fewer_than_five_seeds_give_numbers_and_no_verdict() -> None:
     within, less = judged(HAS_ONE, LESS, results=first(3))
-    assert (within.verdict, within.seeds, within.verdict_said) == ("no verdict", 3, "no verdict")
+    assert (within.verdict, within.seeds, within.shown_verdict) == ("no verdict", 3, "no verdict")
     assert within.evidence == "Sink_1 by seed: softmax 36.0, 30.0, 41.5 %. The value is at least 10 % at 3 of 3 seeds."
     assert less.verdict == "no verdict"
     assert "In 0 of 9 pairs of seeds, k_biases is not below softmax." in less.evidence
@@ -42,7 +40,7 @@ def test_of_two_cells_the_one_with_fewer_seeds_counts() -> None:
 
 def test_one_seed_is_said_to_give_no_verdict() -> None:
     found = verdict(HAS_ONE, first(1))
-    assert (found.verdict, found.verdict_said) == ("no verdict", "one seed: no verdict")
+    assert (found.verdict, found.shown_verdict) == ("no verdict", "one seed: no verdict")
     assert found.evidence == "Sink_1 by seed: softmax 36.0 %. The value is at least 10 % at 1 of 1 seed."
 
 
@@ -66,10 +64,10 @@ def test_a_cell_without_finished_runs_leaves_its_claims_not_run_and_says_whether
 
 def test_seeds_that_failed_to_train_are_left_out_and_said() -> None:
     results = first(5)
-    six = {**results, "softmax": replace(results["softmax"], failed=1)}
+    six = {**results, "softmax": cell_of(*results["softmax"].numbers, failed=1)}
     assert verdict(LESS, six).verdict == "reproduced"
     assert "Training of softmax diverged at 1 seed, which is excluded." in verdict(LESS, six).evidence
-    four = {**results, "softmax": replace(results["softmax"], numbers=results["softmax"].numbers[:4], failed=1)}
+    four = {**results, "softmax": cell_of(*results["softmax"].numbers[:4], failed=1)}
     assert verdict(LESS, four).verdict == "no verdict"
 
 
@@ -125,10 +123,13 @@ def test_a_reference_has_the_verdict_of_the_claim_that_it_refers_to() -> None:
     both = summarise([at_scale(table, "tiny", range(5)), at_scale(lab, "tiny", range(1))], first(5))
     assert [(one.verdict, one.seeds, one.analysis) for one in both.claims] == [("reproduced", 5, "confirmatory")] * 2
     alone = summarise([at_scale(lab, "tiny", range(1))], first(5)).claims[0]
-    assert (alone.verdict_said, alone.seeds) == ("one seed: no verdict", 1)
+    assert (alone.shown_verdict, alone.seeds) == ("one seed: no verdict", 1)
 
 
-def at_thresholds(**rates: Sequence[Mapping[str, float]]) -> dict[str, CellResults]:
+PEAK = {"is": "greater", "cell": "softmax", "value": "sink_1", "than_value": "highest_rate_except_1"}
+
+
+def at_thresholds(**rates: Sequence[Mapping[str, float]]) -> dict[str, CellSummary]:
     """Cells whose Sink_1 at each threshold is given, a mapping per seed."""
 
     def row(by_eps: Mapping[str, float]) -> Evaluation:
@@ -144,8 +145,8 @@ def test_verdicts_at_other_thresholds_stand_beside_where_rates_were_recorded_the
     assert found.remarks[:2] == ["The verdict is the same at eps 0.2.", "At eps 0.4, the verdict is inconclusive."]
     both = {"is": "all", "of": [HAS_ONE, {"is": "within", "value": "valid_loss", "cell": "softmax", "at_most": 4.0}]}
     assert verdict(both, results).at_eps == {"0.2": "reproduced", "0.4": "inconclusive"}
-    assert verdict({"is": "appears", "cell": "softmax", "before": 1500}, results).at_eps["0.4"] == "inconclusive"
-    for check in ({**HAS_ONE, "value": "valid_loss"}, {"is": "peak_at", "cell": "softmax", "position": 1},
+    assert verdict({**HAS_ONE, "at_least": 10.0, "before": 1500}, results).at_eps["0.4"] == "inconclusive"
+    for check in ({**HAS_ONE, "value": "valid_loss"}, PEAK,
                   {**HAS_ONE, "value": "sink_first_2"}):  # fmt: skip
         assert verdict(check, results).at_eps == {}
     assert verdict(HAS_ONE, first(5)).at_eps == {}  # rows of older runs
@@ -156,7 +157,7 @@ def test_a_rate_on_the_first_token_or_the_bias_is_their_sum_at_every_threshold()
     rates = {"0.2": 30.0, "0.3": 12.0, "0.4": 4.0}
     results = at_thresholds(softmax=[rates] * 5, k_biases=[dict.fromkeys(rates, 1.0)] * 5)
 
-    def with_bias(by_eps: Mapping[str, float] | None) -> dict[str, CellResults]:
+    def with_bias(by_eps: Mapping[str, float] | None) -> dict[str, CellSummary]:
         row = (
             results["k_biases"]
             .numbers[0]
@@ -170,7 +171,7 @@ def test_a_rate_on_the_first_token_or_the_bias_is_their_sum_at_every_threshold()
 
 
 def test_comparisons_of_sink_1_are_also_judged_by_the_mean_importance_without_bounds() -> None:
-    def cell(*rates_and_importance: tuple[float, float]) -> CellResults:
+    def cell(*rates_and_importance: tuple[float, float]) -> CellSummary:
         rows = [
             reading(sink_1=rate).model_copy(update={"importance_first_heads": [[alpha, 0.0], [None, alpha]]})
             for rate, alpha in rates_and_importance
@@ -192,7 +193,7 @@ def test_comparisons_of_sink_1_are_also_judged_by_the_mean_importance_without_bo
     assert verdict(less, {cell: first(5)["softmax"] for cell in results}).by_importance == ""  # not recorded
 
 
-def trained_norms(*before_and_after: tuple[float, float]) -> CellResults:
+def trained_norms(*before_and_after: tuple[float, float]) -> CellSummary:
     """A cell with these norm ratios untrained and at its last evaluations, a pair per seed."""
     return cell_of(*(
         run_of(seed, reading(0, norm_ratio=before), *(reading(step, norm_ratio=after) for step in (1300, 1400, 1500)))
@@ -254,7 +255,7 @@ def test_claims_about_sinks_are_asked_where_the_baseline_has_one(softmax: Sequen
 
 
 def test_norm_claims_of_the_last_block_ask_for_growth_of_the_last_block() -> None:
-    def of(ratios: tuple[float, float, float]) -> CellResults:
+    def of(ratios: tuple[float, float, float]) -> CellSummary:
         before, after = reading(0), reading(100)
         before = before.model_copy(update={"hidden_norm_ratio": [1.0, 3.0, 1.0]})
         return cell_of(*(run_of(seed, before, after.model_copy(update={"hidden_norm_ratio": [*ratios]}))

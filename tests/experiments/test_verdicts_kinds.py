@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 from made_runs import STEPS, cell_of, cells_of, judged, reading, run_of, verdict
 
-from sinklab.experiments.documents import JudgedClaim
+from sinklab.experiments.documents import CellSummary, JudgedClaim
 from sinklab.experiments.quantities import RunNumbers
-from sinklab.experiments.results import CellResults
 
 SINKS = {
     "softmax": [36.0, 30.0, 41.5, 27.0, 22.0],
@@ -123,7 +122,7 @@ def test_a_trend_with_neighbours_that_go_the_other_way_without_overlap_is_open()
     assert at_losses({"is": "rising", "over": ["a", "b", "c"]}, one_seed_falls).verdict == "inconclusive"
 
 
-def with_evaluations(*seeds: Sequence[float]) -> dict[str, CellResults]:
+def with_evaluations(*seeds: Sequence[float]) -> dict[str, CellSummary]:
     """Cell `sigmoid` whose Sink_1 at its evaluations is given, a list per seed."""
     runs = [
         run_of(at, *(reading(100 * k + 1, sink_1=rate) for k, rate in enumerate(rates)))
@@ -153,11 +152,11 @@ def test_a_sink_is_absent_below_one_percent_at_each_of_the_last_three_evaluation
     assert verdict(absent, with_evaluations(*[once] * 5)).verdict == "contradicted"
 
 
-def standing(*sinks: Sequence[float]) -> dict[str, CellResults]:
+def standing(*sinks: Sequence[float]) -> dict[str, CellSummary]:
     return {"fixed": cell_of(*(run_of(seed, reading(sink=rates)) for seed, rates in enumerate(sinks)))}
 
 
-AT_2 = {"is": "peak_at", "cell": "fixed", "position": 2, "at_least": 10.0}
+AT_2 = {"is": "greater", "cell": "fixed", "value": "sink_2", "than_value": "highest_rate_except_2", "at_least": 10.0}
 
 
 @pytest.mark.parametrize(
@@ -179,11 +178,11 @@ def test_where_the_sink_is(sinks: list[Sequence[float]], expected: str) -> None:
 
 
 def test_a_position_that_was_not_measured_is_said() -> None:
-    found = verdict({**AT_2, "position": 9}, standing(*[(0.1, 30.0)] * 5))
+    found = verdict({**AT_2, "value": "sink_9", "than_value": "highest_rate_except_9"}, standing(*[(0.1, 30.0)] * 5))
     assert (found.verdict, found.evidence) == ("no verdict", "Sink_9 was not measured in fixed.")
 
 
-def emerging(*rates_at: Mapping[int, float]) -> dict[str, CellResults]:
+def emerging(*rates_at: Mapping[int, float]) -> dict[str, CellSummary]:
     """Cells `softmax` whose Sink_1 at each step is given, a mapping per seed."""
     runs = [
         run_of(seed, *(reading(step, sink_1=rate) for step, rate in rates.items()))
@@ -203,13 +202,14 @@ EARLY = [{0: 0.0, 500: 0.3, 1000: 30.0 + seed, 1500: 36.0} for seed in range(5)]
         ({"before": 999}, "contradicted"),
         ({"before": 1000, "after": 500}, "reproduced"),
         ({"before": 1500, "after": 1000}, "contradicted"),
-        ({"before": 1000, "rate": 32.0}, "inconclusive"),
+        ({"before": 1000, "at_least": 32.0}, "inconclusive"),
         ({"before": 3000}, "no verdict"),
     ],
 )
 def test_when_the_sink_appears(said: Check, expected: str) -> None:
     """By single evaluations: the mean of three would be late."""
-    assert verdict({"is": "appears", "cell": "softmax", **said}, emerging(*EARLY)).verdict == expected
+    check = {"is": "within", "value": "sink_1", "cell": "softmax", "at_least": 10.0, **said}
+    assert verdict(check, emerging(*EARLY)).verdict == expected
 
 
 def test_whether_a_cell_trains() -> None:
@@ -228,7 +228,7 @@ def test_whether_a_cell_trains() -> None:
     assert verdict({"is": "diverges", "cell": "elu"}, {}).verdict == "not run"
 
 
-def reaching(**steps: Sequence[int | None]) -> dict[str, CellResults]:
+def reaching(**steps: Sequence[int | None]) -> dict[str, CellSummary]:
     """Cells whose sink emerges at these steps of 1500, a seed each; None where it never does."""
 
     def run(seed: int, step: int | None) -> RunNumbers:
@@ -260,7 +260,7 @@ def test_a_weak_sink_has_a_first_step_without_emerging() -> None:
     assert (weak.value("sink_step"), weak.value("emergence_step")) == (600.0, math.inf)
 
 
-def growing(*steps: tuple[int | None, int | None]) -> CellResults:
+def growing(*steps: tuple[int | None, int | None]) -> CellSummary:
     """A cell in which the norm and the sink grow at these steps, a seed each."""
 
     def run(seed: int, norm: int | None, sink: int | None) -> RunNumbers:
@@ -286,12 +286,12 @@ def growing(*steps: tuple[int | None, int | None]) -> CellResults:
     ],
 )
 def test_which_of_two_steps_comes_first(steps: list[tuple[int | None, int | None]], expected: str) -> None:
-    check = {"is": "precedes", "cell": "softmax", "first": "norm_step", "then": "emergence_step"}
+    check = {"is": "less", "cell": "softmax", "value": "norm_step", "than_value": "emergence_step"}
     assert verdict(check, {"softmax": growing(*steps)}).verdict == expected
 
 
 def test_a_bound_that_is_met_exactly() -> None:
-    """At least, at most, a margin and the rate of `appears` include their bound; above, below and absent do not."""
+    """At least, at most, and a margin include their bound; above, below and absent do not."""
     flat, one = {"a": [4.0] * 5, "b": [4.0] * 5, "c": [4.0] * 5}, {"a": [1.0] * 5}
     assert at_sinks({"is": "within", "cell": "a", "at_least": 4.0}, flat).verdict == "reproduced"
     assert at_sinks({"is": "within", "cell": "a", "at_most": 4.0}, flat).verdict == "reproduced"
@@ -312,10 +312,10 @@ def test_a_bound_that_is_met_exactly() -> None:
 
 def test_steps_and_rates_of_a_sink_that_are_met_exactly() -> None:
     exactly = emerging(*[{0: 0.0, 500: 1.0, 1000: 10.0, 1500: 10.0}] * 5)
-    appears = {"is": "appears", "cell": "softmax"}
+    appears = {"is": "within", "value": "sink_1", "cell": "softmax", "at_least": 10.0}
     assert verdict({**appears, "before": 1000}, exactly).verdict == "reproduced"
     assert verdict({**appears, "before": 1500, "after": 1000}, exactly).verdict == "contradicted"
-    assert verdict({**appears, "before": 1000, "rate": 10.1}, exactly).verdict == "contradicted"
+    assert verdict({**appears, "before": 1000, "at_least": 10.1}, exactly).verdict == "contradicted"
     run = exactly["softmax"].numbers[0]
     assert (run.value("sink_step"), run.value("emergence_step")) == (500.0, 1000.0)
     assert verdict(AT_2, standing(*[(0.1, 10.0, 1.0)] * 5)).verdict == "reproduced"
@@ -355,8 +355,8 @@ ALL_KINDS: list[Check] = [
     {"is": "equal", "value": "sink_1", "of": ["v_biases", "softmax", "k_biases"], "margin": 15.0},
     {"is": "rising", "value": "sink_1", "over": ["k_biases", "v_biases", "softmax"]},
     {"is": "within", "value": "sink_1", "cell": "softmax", "at_least": 35.0},
-    {"is": "peak_at", "cell": "softmax", "position": 1},
-    {"is": "appears", "cell": "softmax", "before": 1500},
+    {"is": "greater", "cell": "softmax", "value": "sink_1", "than_value": "highest_rate_except_1"},
+    {"is": "within", "value": "sink_1", "cell": "softmax", "at_least": 10.0, "before": 1500},
 ]
 
 
@@ -367,7 +367,9 @@ def test_the_order_of_seeds_and_cells_and_other_cells_change_nothing() -> None:
     draw = random.Random(0)
     for _ in range(5):
         cells = draw.sample(list(results), len(results))
-        shuffled = {cell: replace(results[cell], numbers=draw.sample(list(results[cell].numbers), 5)) for cell in cells}
+        shuffled = {
+            cell: results[cell].model_copy(update={"runs": draw.sample(results[cell].runs, 5)}) for cell in cells
+        }
         assert judged(*ALL_KINDS, results=shuffled) == expected
     more = {**results, **cells_of("sink_1", {"other": [90.0, 0.0, 45.0, 3.0, 70.0]})}
     assert judged(*ALL_KINDS, results=more) == expected

@@ -14,8 +14,7 @@ from sweeps import write_experiment
 
 from sinklab.commands.app import app
 from sinklab.errors import InputError
-from sinklab.experiments.sweep.packed import import_packed, read_packed, write_checksums
-from sinklab.experiments.sweep.verifying import Verified, verify_packed
+from sinklab.experiments.sweep.packed import Verified, import_packed, read_packed, verify_packed, write_checksums
 from sinklab.files import sha256_of
 from sinklab.report.packing import check_readme
 
@@ -110,7 +109,7 @@ def test_an_unreadable_file_is_a_problem(packed: Path, monkeypatch: pytest.Monke
             raise PermissionError(13, "Permission denied", str(path))
         return sha256_of(path)
 
-    monkeypatch.setattr("sinklab.experiments.sweep.verifying.sha256_of", refused)
+    monkeypatch.setattr("sinklab.experiments.sweep.packed.sha256_of", refused)
     assert "README.md cannot be read: Permission denied" in problems(verify_packed(packed))
 
 

@@ -16,9 +16,9 @@ from sinklab.experiments.sweep.engine import Event, PlannedRun
 from sinklab.experiments.sweep.worker import train_cell
 from sinklab.files import sha256_of
 from sinklab.measuring.measurement import Measurement
-from sinklab.train.directory.lock import lock_run
-from sinklab.train.directory.run import open_run
+from sinklab.train.lock import lock_run
 from sinklab.train.loop import Trainer
+from sinklab.train.run import open_run
 
 
 @pytest.fixture(autouse=True)

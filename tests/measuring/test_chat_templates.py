@@ -16,7 +16,7 @@ from sinklab.data.textfiles import Message
 from sinklab.errors import InputError
 from sinklab.models.huggingface import tokenizer_files as rendering
 from sinklab.models.huggingface.tokenizer_files import render_chat
-from sinklab.tuning.chats import DEFAULT, ChatTemplate
+from sinklab.tuning.sft_dataset import DEFAULT, ChatTemplate
 
 TALK = [{"role": "user", "content": "héllo \ud800\n"}, {"role": "assistant", "content": "so"}]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -17,7 +17,7 @@ from trained_run import trained_run
 from transformers import AutoModelForCausalLM
 
 import sinklab
-from sinklab.commands.terminal.results import print_measurement
+from sinklab.commands.results import print_measurement
 from sinklab.errors import InputError, SinklabError
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options, Request, Study

@@ -14,7 +14,7 @@ import transformers as hf
 from tiny_models import tiny_model
 
 from sinklab.device import float32_if_emulated, multiplies_natively, processor_name
-from sinklab.train.directory.run import resolved_precision
+from sinklab.train.run import resolved_precision
 
 CPU = torch.device("cpu")
 WITHOUT_NATIVE = """
@@ -23,7 +23,7 @@ from sinklab.survey.measure import measure_model
 from sinklab.models.huggingface.loading import Loading
 from sinklab.measuring.options import Options
 from sinklab.measuring.options import Request
-from sinklab.train.directory.run import resolved_precision
+from sinklab.train.run import resolved_precision
 import torch
 
 asked = Request(options=Options(inputs="random"), sequences=2, length=8)

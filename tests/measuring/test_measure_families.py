@@ -195,7 +195,7 @@ def test_long_logits_are_never_whole_and_the_loss_is_the_same(monkeypatch: pytes
         whole = measure(model, tokens, attention_mask=mask)
         with monkeypatch.context() as patch:
             patch.setattr(
-                "sinklab.models.huggingface.gates.LOGITS_AT_ONCE", 64 * len(tokens) * 4
+                "sinklab.models.huggingface.forward_passes.LOGITS_AT_ONCE", 64 * len(tokens) * 4
             )  # four positions at a time
             pieces = measure(model, tokens, attention_mask=mask)
         assert pieces.loss == pytest.approx(whole.loss, rel=1e-5)

@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from sinklab.experiments.definition import MeasuredCell
-from sinklab.experiments.results import measured_numbers
+from sinklab.experiments.summary import measured_numbers
 from sinklab.measuring.statistics.details import Details
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer

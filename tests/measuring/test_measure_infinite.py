@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from rich.console import Console
 from tiny_models import text_file
 
-from sinklab.commands.terminal.results import print_comparison, print_end, print_measurement
+from sinklab.commands.results import print_comparison, print_end, print_measurement
 from sinklab.data.prepare import prepared
-from sinklab.experiments.results import read_numbers
+from sinklab.experiments.summary import read_numbers
 from sinklab.files import write_json
 from sinklab.measuring.measurement import Measurement
 from sinklab.model.config import ModelConfig
@@ -26,10 +26,9 @@ from sinklab.report.page import write_report
 from sinklab.survey.api import measure, sink_numbers
 from sinklab.survey.measure import Outcome
 from sinklab.survey.suites import Survey
-from sinklab.train.directory.history import read_history
-from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import build_recipe
+from sinklab.train.run import open_run, read_history
 
 
 @pytest.fixture(scope="module")

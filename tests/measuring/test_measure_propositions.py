@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import sinklab
-from sinklab.commands.terminal.results import print_measurement
+from sinklab.commands.results import print_measurement
 from sinklab.errors import InputError
 from sinklab.measuring.inputs import repeated_tokens
 from sinklab.measuring.options import Options, Request

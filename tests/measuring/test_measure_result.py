@@ -10,7 +10,7 @@ import pytest
 from made_measurement import H, L, N, T, made_measurement
 from rich.console import Console
 
-from sinklab.commands.terminal.results import print_measurement
+from sinklab.commands.results import print_measurement
 from sinklab.errors import InputError
 from sinklab.measuring.measurement import Measurement
 from sinklab.report.html import html

@@ -10,7 +10,7 @@ from closeness import assert_close, assert_same_rates
 from rich.console import Console
 from trained_run import LENGTH, trained_run
 
-from sinklab.commands.terminal.results import print_measurement
+from sinklab.commands.results import print_measurement
 from sinklab.data.corpora import documents
 from sinklab.data.tokenizers import load_tokenizer
 from sinklab.errors import InputError
@@ -22,7 +22,7 @@ from sinklab.report.cells import progress_of
 from sinklab.report.collect import collect
 from sinklab.survey.api import measure
 from sinklab.survey.measure import measure_model, read_tokens
-from sinklab.train.directory.run import load_run
+from sinklab.train.run import load_run
 
 
 def _by_hand(run: Path, text: Path, bos: bool, fixed: dict[int, int]) -> Measurement:

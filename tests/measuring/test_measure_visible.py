@@ -13,7 +13,7 @@ from closeness import assert_close
 from rich.console import Console
 
 import sinklab
-from sinklab.commands.terminal.results import print_measurement
+from sinklab.commands.results import print_measurement
 from sinklab.measuring.measurement import Measurement
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer

@@ -11,9 +11,9 @@ from own_models import llama_of
 from sinklab.data.prepare import prepare, settings_of
 from sinklab.measuring.measurement import Measurement
 from sinklab.survey.api import measure
-from sinklab.train.directory.run import load_run, open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import build_recipe
+from sinklab.train.run import load_run, open_run
 
 RECIPE = {
     "model": {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ffn_width": 48, "context": 48},

@@ -15,8 +15,8 @@ from sinklab.model.position import rotary_tables, rotate
 from sinklab.model.transformer import Transformer
 from sinklab.model.values import OutputGating, ValueGating, ValueScaling
 from sinklab.survey.api import measure
-from sinklab.train.directory.run import open_run
 from sinklab.train.recipe import Recipe, build_recipe, load_recipe
+from sinklab.train.run import open_run
 
 SMALL = {
     "model": {"layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 97, "context": 32},

@@ -13,14 +13,13 @@ from sweep_fixtures import EXPERIMENTS, judge_the_paper, make_sweep
 from test_report_html import Page
 from test_sweep_report import charts_of
 
-from sinklab.commands.terminal.results import print_report
+from sinklab.commands.results import print_report
 from sinklab.experiments.paper import statements
 from sinklab.experiments.verdicts import RULE
 from sinklab.report.collect import collect
-from sinklab.report.leaderboard import leaderboard
 from sinklab.report.packing import pack_sweep, readme
 from sinklab.report.page import write_report
-from sinklab.report.sections import experiment_groups, experiment_sections, glance
+from sinklab.report.sections import experiment_groups, experiment_sections, glance, leaderboard
 from sinklab.report.sweeps import origins
 
 

@@ -13,9 +13,9 @@ from sinklab.assessing.parts import PARTS
 from sinklab.errors import InputError
 from sinklab.experiments.sweep.packed import read_packed
 from sinklab.report.collect import collect
-from sinklab.report.leaderboard import Leaderboard, SeedScore, leaderboard
 from sinklab.report.packing import pack_sweep
 from sinklab.report.page import write_report
+from sinklab.report.sections import Leaderboard, SeedScore, leaderboard
 from sinklab.tables import TableCell
 
 HOSTILE = "<img src=x onerror=alert(1)>"

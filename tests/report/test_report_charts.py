@@ -13,7 +13,8 @@ from report_fixtures import HEADS, HOSTILE, LAB, LAYERS, LENGTH, make_lab, make_
 from table_texts import table_texts
 
 from sinklab.errors import InputError
-from sinklab.report import charts, theme
+from sinklab.report import charts
+from sinklab.report import html as theme
 from sinklab.report.cells import cells_table
 from sinklab.report.charts import OUTLINE, ColourScale, Figure, heatmap, pooled
 from sinklab.report.collect import collect

@@ -13,11 +13,11 @@ from own_models import own_model, own_tokens
 from report_fixtures import make_measurement
 from rich.console import Console
 
-from sinklab.commands.terminal.results import print_measurement
+from sinklab.commands.results import print_measurement
 from sinklab.measuring.measurement import Measurement
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
-from sinklab.report import theme
+from sinklab.report import html as theme
 from sinklab.report.charts import Figure, scale_over
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun

@@ -11,12 +11,11 @@ from report_fixtures import evaluation
 from rich.console import Console
 from sweep_fixtures import make_sweep
 
-from sinklab.commands.terminal.progress import describe
-from sinklab.commands.terminal.results import print_report, print_runs, print_summary
+from sinklab.commands.results import print_report, print_runs, print_summary
+from sinklab.commands.terminal import describe
 from sinklab.experiments.documents import CellSummary, Summary
 from sinklab.report.collect import ListedRun, collect
-from sinklab.report.leaderboard import leaderboard
-from sinklab.report.sections import experiment_sections
+from sinklab.report.sections import experiment_sections, leaderboard
 from sinklab.tables import highest_rate, later_sink
 
 MOVED: list[float | None] = [0.4, 76.8, 3.0, 0.0, 0.0, 100.0]

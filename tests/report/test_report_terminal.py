@@ -6,7 +6,7 @@ from pathlib import Path
 from report_fixtures import make_lab, make_measurement, make_run
 from rich.console import Console
 
-from sinklab.commands.terminal.results import print_report
+from sinklab.commands.results import print_report
 from sinklab.measuring.measurement import Measurement
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData

@@ -15,12 +15,12 @@ from sweep_fixtures import CELLS, EXPERIMENTS, MadeCell, make_sweep
 from table_texts import table_texts
 from test_report_html import Page
 
-from sinklab.commands.terminal.results import print_report
+from sinklab.commands.results import print_report
 from sinklab.errors import InputError
 from sinklab.experiments.documents import ExperimentSummary
 from sinklab.report.collect import collect
-from sinklab.report.leaderboard import leaderboard
 from sinklab.report.page import export_charts, write_report
+from sinklab.report.sections import leaderboard
 from sinklab.report.sweep_figures import cell_order
 from sinklab.report.sweeps import experiment_table
 

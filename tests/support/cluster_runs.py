@@ -7,8 +7,8 @@ from pathlib import Path
 from sinklab.data.prepare import prepared
 from sinklab.experiments.documents import read_record
 from sinklab.experiments.sweep.engine import Engine, Event, PlannedRun, train_all
-from sinklab.train.directory.run import open_run
 from sinklab.train.recipe import build_recipe
+from sinklab.train.run import open_run
 
 STEPS = 1200
 EVAL_EVERY = 100

@@ -174,7 +174,7 @@ def _body(command: Command) -> None:
 @contextlib.contextmanager
 def _counting(command: Command) -> Iterator[None]:
     from sinklab.data.prepare import Builder, _write_shards
-    from sinklab.train.directory.checkpoint import save_checkpoint
+    from sinklab.train.checkpoint import save_checkpoint
     from sinklab.train.loop import Trainer
     from sinklab.train.update import Updater
 

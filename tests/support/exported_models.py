@@ -9,8 +9,8 @@ import sinklab
 from sinklab.data.tokenizers import Tokenizer, train_bpe
 from sinklab.interventions import VARIANTS
 from sinklab.model.transformer import Transformer
-from sinklab.train.directory.run import TrainedRun
 from sinklab.train.recipe import build_recipe
+from sinklab.train.run import TrainedRun
 
 sinklab.register()  # the Auto classes of transformers know exported runs
 VOCABULARY, CONTEXT = 300, 32

@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sinklab.experiments.definition import Experiment, Scale
-from sinklab.experiments.documents import CellRun, JudgedClaim
+from sinklab.experiments.documents import CellRun, CellSummary, JudgedClaim
 from sinklab.experiments.quantities import RunNumbers
-from sinklab.experiments.results import CellResults, named_values
-from sinklab.experiments.summary import at_scale
+from sinklab.experiments.summary import at_scale, named_values
 from sinklab.experiments.verdicts.judging import judge
-from sinklab.train.directory.history import Evaluation
+from sinklab.train.run import Evaluation
 
 STEPS = 1500
 NAMES = ("sink_1", "sink_bias", "valid_loss", "norm_ratio", "norm_untrained", "norm_lowest", "emergence_step")
@@ -41,21 +40,27 @@ def run_of(seed: int, *readings: Evaluation) -> RunNumbers:
     return RunNumbers(seed=seed, readings=readings)
 
 
-def cell_of(*runs: RunNumbers, failed: int = 0) -> CellResults:
+def cell_of(*runs: RunNumbers, failed: int = 0) -> CellSummary:
     """A cell with these finished runs, and others that did not train."""
     shown = [_shown(run) for run in runs]
     shown += [CellRun(seed=900 + at, hash=f"{at:016}", directory="", status="failed") for at in range(failed)]
-    return CellResults(change={}, runs=shown, numbers=runs, failed=failed)
+    return CellSummary(runs=shown)
 
 
 def _shown(run: RunNumbers) -> CellRun:
     values, never = named_values(run, NAMES)
     return CellRun(
-        seed=run.seed, hash=f"{run.seed:016}", directory=f"run-{run.seed}", status="done", values=values, never=never
+        seed=run.seed,
+        hash=f"{run.seed:016}",
+        directory=f"run-{run.seed}",
+        status="done",
+        values=values,
+        never=never,
+        numbers=run,
     )
 
 
-def cells_of(name: str, values: Mapping[str, Sequence[float]]) -> dict[str, CellResults]:
+def cells_of(name: str, values: Mapping[str, Sequence[float]]) -> dict[str, CellSummary]:
     """Cells whose runs end with these values of a quantity, a seed each from 0 on."""
     return {
         cell: cell_of(*(run_of(seed, reading().model_copy(update=_number(name, y))) for seed, y in enumerate(several)))
@@ -85,7 +90,7 @@ def experiment_of(
 
 
 def judged(
-    *checks: Mapping[str, Any], results: Mapping[str, CellResults], scale: Scale = "tiny", **more: object
+    *checks: Mapping[str, Any], results: Mapping[str, CellSummary], scale: Scale = "tiny", **more: object
 ) -> list[JudgedClaim]:
     """The claims of these checks, judged by these runs."""
     parts = [part for check in checks for part in (check["of"] if check["is"] == "all" else [check])]
@@ -96,7 +101,7 @@ def judged(
 
 
 def verdict(
-    check: Mapping[str, object], results: Mapping[str, CellResults], scale: Scale = "tiny", **more: object
+    check: Mapping[str, object], results: Mapping[str, CellSummary], scale: Scale = "tiny", **more: object
 ) -> JudgedClaim:
     """One claim, judged."""
     return judged(check, results=results, scale=scale, **more)[0]

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from sinklab.measuring.measurement import Measurement
-from sinklab.train.directory.history import read_metrics
+from sinklab.train.run import read_metrics
 
 UNREPEATABLE = {"tokens_per_second", "mfu", "stall_share"}
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from sinklab.data.prepare import prepared
 from sinklab.experiments.sweep.engine import PlannedRun
-from sinklab.train.directory.run import open_run
 from sinklab.train.recipe import build_recipe
+from sinklab.train.run import open_run
 
 RECIPE = """
 name: small

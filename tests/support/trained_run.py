@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from sinklab.data.prepare import prepared
-from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import build_recipe
+from sinklab.train.run import open_run
 
 LENGTH = 16  # of its context
 

@@ -17,7 +17,7 @@ from trained_run import trained_run
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import sinklab
-from sinklab.commands.terminal.results import print_measurement
+from sinklab.commands.results import print_measurement
 from sinklab.measuring.inputs import UNKNOWN, spelling
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options, Request

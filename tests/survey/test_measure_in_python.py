@@ -14,7 +14,7 @@ import sinklab
 from sinklab.errors import InputError
 from sinklab.measuring.options import Request
 from sinklab.survey.measure import measure_model
-from sinklab.train.directory.run import load_run
+from sinklab.train.run import load_run
 
 
 def numbers(result: sinklab.Measurement, *left_out: str) -> dict[str, Any]:

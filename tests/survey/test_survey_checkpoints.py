@@ -22,7 +22,7 @@ from sinklab.report.figures import figures
 from sinklab.report.page import write_report
 from sinklab.survey.measure import measure_model
 from sinklab.survey.suites import SuiteDocument, measure_checkpoints, saved_models, step_in
-from sinklab.train.directory.run import load_run
+from sinklab.train.run import load_run
 
 SMALL = Request(options=Options(eps=(0.15,)), sequences=4, length=12)
 STEPS = (100, 20, 3000)

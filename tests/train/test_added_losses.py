@@ -12,10 +12,9 @@ from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare, settings_of
 from sinklab.model.loss import AddedLosses
 from sinklab.model.transformer import Transformer
-from sinklab.train.directory.history import read_metrics
-from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe, build_recipe
+from sinklab.train.run import open_run, read_metrics
 
 RECIPE = {
     "model": {"layers": 3, "width": 16, "heads": 2, "ffn_width": 16, "context": 16},

@@ -18,8 +18,8 @@ from torch import Tensor
 from sinklab.errors import SinklabError
 from sinklab.files import sha256_of
 from sinklab.model.transformer import Transformer
-from sinklab.train.directory import checkpoint as tensor_store
-from sinklab.train.directory.checkpoint import (
+from sinklab.train import checkpoint as tensor_store
+from sinklab.train.checkpoint import (
     SUMS,
     TrainState,
     find_checkpoint,

@@ -18,14 +18,12 @@ from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare, settings_of
 from sinklab.device import can_compile
 from sinklab.errors import InputError, SinklabError
-from sinklab.train.directory.checkpoint import save_checkpoint
-from sinklab.train.directory.history import read_history, read_metrics
-from sinklab.train.directory.lock import lock_run
-from sinklab.train.directory.run import existing_run, load_run, open_run
+from sinklab.train.checkpoint import save_checkpoint
+from sinklab.train.lock import lock_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe, build_recipe
-from sinklab.train.replay import replay
-from sinklab.train.update import DivergedError
+from sinklab.train.run import existing_run, load_run, open_run, read_history, read_metrics
+from sinklab.train.update import DivergedError, replay
 
 BASE = {
     "model": {"layers": 1, "width": 16, "heads": 2, "ffn_width": 16, "context": 16},

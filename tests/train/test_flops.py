@@ -138,7 +138,7 @@ from sinklab.train.recipe import build_recipe
 from sinklab.model.transformer import Transformer
 from sinklab.train.planning import memory_estimate
 from sinklab.train.optim import build_optimizer
-from sinklab.train.parallelize import recompute_blocks
+from sinklab.train.world import recompute_blocks
 
 def status(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))

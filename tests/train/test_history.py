@@ -9,7 +9,7 @@ from report_fixtures import make_run
 
 from sinklab.errors import InputError, SinklabError
 from sinklab.report.collect import collect
-from sinklab.train.directory.history import Evaluation, read_history, read_metrics, seconds_spent
+from sinklab.train.run import Evaluation, read_history, read_metrics, seconds_spent
 
 
 def metrics(folder: Path, text: str) -> Path:

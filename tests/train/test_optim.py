@@ -8,10 +8,9 @@ from closeness import assert_close
 
 from sinklab.errors import InputError
 from sinklab.model.transformer import Transformer
-from sinklab.train.config import Muon, ScheduleConfig
-from sinklab.train.directory.checkpoint import TrainState, load_checkpoint, save_checkpoint
+from sinklab.train.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from sinklab.train.optim import build_optimizer, hidden_matrices, learning_rate, rotation
-from sinklab.train.recipe import Recipe, build_recipe
+from sinklab.train.recipe import Muon, Recipe, ScheduleConfig, build_recipe
 
 SMALL = {
     "model": {"layers": 2, "width": 16, "heads": 2, "ffn_width": 24, "vocab_size": 31, "context": 16},

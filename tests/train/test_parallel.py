@@ -15,13 +15,11 @@ from commands import Command, call_together, together
 from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare, settings_of
 from sinklab.errors import InputError, SinklabError
-from sinklab.train.directory import lock
-from sinklab.train.directory.history import read_metrics
-from sinklab.train.directory.run import load_run, open_run
+from sinklab.train import lock
 from sinklab.train.loop import Trainer
-from sinklab.train.parallelize import compile_blocks
 from sinklab.train.recipe import build_recipe, parse_override
-from sinklab.train.world import World, joined_world
+from sinklab.train.run import load_run, open_run, read_metrics
+from sinklab.train.world import World, compile_blocks, joined_world
 
 BASE = {
     "model": {"layers": 1, "width": 32, "heads": 2, "ffn_width": 48, "context": 16},

@@ -15,11 +15,10 @@ from sinklab.data.prepare import prepare, settings_of
 from sinklab.device import float32_matmul
 from sinklab.interventions import VARIANTS
 from sinklab.model.transformer import Transformer
-from sinklab.train.directory.history import read_metrics
-from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
-from sinklab.train.parallelize import compile_blocks, recompute_blocks
 from sinklab.train.recipe import build_recipe
+from sinklab.train.run import open_run, read_metrics
+from sinklab.train.world import compile_blocks, recompute_blocks
 
 CPU = torch.device("cpu")
 BASE: dict[str, Any] = {

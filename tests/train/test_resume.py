@@ -16,10 +16,10 @@ from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare, settings_of
 from sinklab.files import sha256_of
 from sinklab.interventions import VARIANTS
-from sinklab.train.directory.checkpoint import step_of
-from sinklab.train.directory.run import open_run
+from sinklab.train.checkpoint import step_of
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import build_recipe, load_recipe
+from sinklab.train.run import open_run
 
 BASE = {
     "model": {"layers": 2, "width": 16, "heads": 2, "ffn_width": 16, "context": 16},

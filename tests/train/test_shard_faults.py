@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare, settings_of
 from sinklab.errors import SinklabError
-from sinklab.train.directory.run import open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe, build_recipe
+from sinklab.train.run import open_run
 from sinklab.train.world import ALONE, World
 
 VALUES: dict[str, Any] = {

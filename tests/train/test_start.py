@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 from sinklab.data.prepare import prepared
 from sinklab.errors import InputError
 from sinklab.model.transformer import Transformer
-from sinklab.train.directory.run import load_run, open_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe, build_recipe, load_recipe
+from sinklab.train.run import load_run, open_run
 from sinklab.train.start import load_initial_weights, load_start, with_checkpoint_values
 
 TRAINING: dict[str, Any] = {

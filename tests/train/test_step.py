@@ -12,7 +12,7 @@ from closeness import assert_close
 from torch import Tensor
 from torch._inductor import config as inductor_config
 
-from sinklab.commands.terminal.progress import describe
+from sinklab.commands.terminal import describe
 from sinklab.data.loader import Prefetcher, TokenDataset
 from sinklab.data.prepare import prepare, settings_of
 from sinklab.device import can_compile, compiled
@@ -20,13 +20,11 @@ from sinklab.errors import SinklabError
 from sinklab.interventions import VARIANTS
 from sinklab.model.transformer import Transformer
 from sinklab.survey.api import measure
-from sinklab.train.directory.history import read_metrics
-from sinklab.train.directory.run import open_run, read_environment
 from sinklab.train.loop import RunOutcome, Trainer
-from sinklab.train.parallelize import compile_blocks
 from sinklab.train.recipe import Recipe, build_recipe
+from sinklab.train.run import open_run, read_environment, read_metrics
 from sinklab.train.update import FiniteCheck
-from sinklab.train.world import ALONE
+from sinklab.train.world import ALONE, compile_blocks
 
 RECIPE = {
     "model": {"layers": 2, "width": 16, "heads": 2, "ffn_width": 16, "context": 16},

@@ -16,13 +16,13 @@ import torch
 import yaml
 from rich.console import Console
 
-from sinklab.commands.terminal.plans import print_plan
+from sinklab.commands.results import print_plan
 from sinklab.commands.train import plan_command, train_command
 from sinklab.errors import InputError, install_command
-from sinklab.train.directory.history import read_metrics
+from sinklab.train.evaluator import TRACKERS, numbers_of
 from sinklab.train.planning import plan_of
 from sinklab.train.recipe import load_recipe
-from sinklab.train.track import TRACKERS, numbers_of
+from sinklab.train.run import read_metrics
 
 RECIPE = {
     "name": "tracked",

@@ -17,12 +17,10 @@ from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepare, settings_of
 from sinklab.errors import InputError, SinklabError, StoppedError
 from sinklab.measuring.measurement import Measurement
-from sinklab.train.config import ScheduleConfig
-from sinklab.train.directory.history import read_metrics
-from sinklab.train.directory.run import establish, load_run, open_run
 from sinklab.train.loop import RunOutcome, Trainer
 from sinklab.train.optim import learning_rate
-from sinklab.train.recipe import Recipe, build_recipe
+from sinklab.train.recipe import Recipe, ScheduleConfig, build_recipe
+from sinklab.train.run import establish, load_run, open_run, read_metrics
 
 RECIPE = {
     "model": {"layers": 2, "width": 32, "heads": 2, "ffn_width": 48, "context": 32},

@@ -12,9 +12,15 @@ from chats import MARKED, exported, sheep_chats, tuned_run, write_chats
 from sinklab.errors import InputError
 from sinklab.models.huggingface.loading import AS_IT_IS
 from sinklab.tuning import sft_dataset
-from sinklab.tuning.chats import ChatTemplate, TokenizedChat, first_tokens, read_chats
 from sinklab.tuning.settings import TuneOptions, held_out_for, length_for, settings_for
-from sinklab.tuning.sft_dataset import TuneSources, prepare_dataset
+from sinklab.tuning.sft_dataset import (
+    ChatTemplate,
+    TokenizedChat,
+    TuneSources,
+    first_tokens,
+    prepare_dataset,
+    read_chats,
+)
 
 TALK = [
     {"role": "system", "content": "count"},

@@ -14,7 +14,7 @@ from conftest import Run, on_one_line
 from sweeps import RECIPE, write_experiment
 
 from sinklab.commands import reproducing
-from sinklab.experiments.sweep.verifying import verify_packed
+from sinklab.experiments.sweep.packed import verify_packed
 from sinklab.jobs import JobEvent, Observer
 from sinklab.signals import CALL_AGAIN
 from sinklab.tuning.tune import TuneEnd, tune

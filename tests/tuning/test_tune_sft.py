@@ -20,9 +20,8 @@ import sinklab
 from sinklab.data.textfiles import read_conversations
 from sinklab.errors import SinklabError
 from sinklab.jobs import JobEvent, StepProgress
-from sinklab.tuning.chats import ChatTemplate
 from sinklab.tuning.settings import TuneOptions
-from sinklab.tuning.sft_dataset import TuneSources
+from sinklab.tuning.sft_dataset import ChatTemplate, TuneSources
 from sinklab.tuning.tune import tune
 
 if importlib.util.find_spec("trl") is None:
@@ -128,7 +127,7 @@ def test_a_checkpoint_that_was_torn_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_the_command_stops_with_130_and_goes_on(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sinklab.commands.terminal.progress import JobProgress
+    from sinklab.commands.terminal import JobProgress
 
     model, chats = tuned_run(tmp_path / "base")
     with monkeypatch.context() as patched:

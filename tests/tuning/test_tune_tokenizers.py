@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sinklab.data.textfiles import read_conversations
 from sinklab.errors import InputError
-from sinklab.tuning.chats import DEFAULT, ChatTemplate, TokenizedChat, read_chats
+from sinklab.tuning.sft_dataset import DEFAULT, ChatTemplate, TokenizedChat, read_chats
 
 UNMARKED = DEFAULT.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 CHARACTERS = "\nTaehinorstu:"

@@ -102,12 +102,12 @@ class Assessment(VersionedDocument):
         lost = [(one.added, one.lost) for one in answers if one.lost and one.added is not None]
         gained = [(one.added, one.gained) for one in answers if one.gained and one.added is not None]
         parts = ", or ".join(part.loss_without_sink for part in PARTS.values() if part.loss_without_sink)
-        said = [f"The loss without the sink was not assessed: pass --parts {parts}."]
+        sentences = [f"The loss without the sink was not assessed: pass --parts {parts}."]
         if lost:
             most = max(added for added, _ in lost)
             size = next((words for least, words in LOSSES if most >= least), "Hardly any loss")
-            said = [f"{size} without the sink: {_nats(lost)}."]
-        return [*said, *([f"The sink itself costs {_nats(gained)}."] if gained else [])]
+            sentences = [f"{size} without the sink: {_nats(lost)}."]
+        return [*sentences, *([f"The sink itself costs {_nats(gained)}."] if gained else [])]
 
     def remarks(self) -> list[str]:
         """Return the remarks of the finished parts that have one; they are printed below the result table."""
@@ -151,12 +151,12 @@ def load_assessment(path: Path) -> Assessment:
 
 def comparable(assessments: Mapping[str, Assessment]) -> dict[str, Assessment]:
     """Return the largest group of assessments with the same tokens, settings and dtype; keys as in `assessments`."""
-    asked = {
+    settings = {
         name: repr(sorted((key, repr(value)) for key, value in one.asked.items() if key not in OF_THE_MODEL))
         for name, one in assessments.items()
     }
-    counts = Counter(asked.values())
-    return {name: one for name, one in assessments.items() if asked[name] == max(counts, key=lambda key: counts[key])}
+    [(most, _)] = Counter(settings.values()).most_common(1) or [("", 0)]
+    return {name: one for name, one in assessments.items() if settings[name] == most}
 
 
 def assess(
@@ -261,7 +261,7 @@ def _so_far(
 ) -> Assessment:
     """Load the assessment saved by an earlier call, or create one without results; other settings raise InputError."""
     model, tokens_NT = text.model, text.sequences(settings.sequences, settings.length)
-    asked = {
+    inputs = {
         "model": model.name,
         "files": model.files,
         "text": hashlib.sha256(tokens_NT.numpy().tobytes()).hexdigest(),
@@ -273,7 +273,7 @@ def _so_far(
         model=model.name,
         context=model.adapter.context,
         layers=len(model.adapter.blocks),
-        asked=parse_json(json.dumps(asked)),
+        asked=parse_json(json.dumps(inputs)),
         notes=[*_notes(text, settings, options), model.fed(tokens_NT).line()],
     )
     before = ledger.earlier(load_assessment)

@@ -102,9 +102,9 @@ class SinkCost(ReadDocument):
     @property
     def due_said(self) -> str:
         """Remark for a row of the table, such as `due to the sink +0.2607 ± 0.0709, draws +0.2308 to +0.2849`."""
-        said = f"due to the sink {self.due_to_sink:+.4f}"
-        said += "" if self.due_error is None else f" ± {self.due_error:.4f}"
-        return said + (f", draws {min(self.draws):+.4f} to {max(self.draws):+.4f}" if self.draws else "")
+        text = f"due to the sink {self.due_to_sink:+.4f}"
+        text += "" if self.due_error is None else f" ± {self.due_error:.4f}"
+        return text + (f", draws {min(self.draws):+.4f} to {max(self.draws):+.4f}" if self.draws else "")
 
 
 class HeadCost(Effect):

@@ -1,27 +1,124 @@
-"""The command line `sinklab`: results go to stdout, messages to stderr. Commands import slow modules when called."""
+"""The command line `sinklab`: results go to stdout, messages to stderr. Commands import slow modules when called.
 
+`end` runs a command, prints its errors to stderr, and sets its exit status. Only rank 0 prints errors common to all
+ranks.
+"""
+
+import errno
+import os
+import sys
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
+from pydantic import Field
 from rich.console import Console
 
-from sinklab import __version__
-from sinklab.commands import data, reproduce
-from sinklab.commands.assess import assess
-from sinklab.commands.ending import end
-from sinklab.commands.evaluate import evaluate
-from sinklab.commands.from_model import PanelCommand, PlainGroup, with_options
-from sinklab.commands.lab import lab
-from sinklab.commands.measure import compare, measure
-from sinklab.commands.options import Json, option, print_result
-from sinklab.commands.sft import sft
-from sinklab.commands.terminal.progress import JobProgress
-from sinklab.commands.terminal.tables import print_text, stderr
-from sinklab.errors import InputError
-from sinklab.settings import ADVANCED, INPUT, OUTPUT, TRAINING
+from sinklab import __version__, signals
+from sinklab.commands import reproduce
+from sinklab.commands.measure import assess, compare, evaluate, measure, sft
+from sinklab.commands.options import Json, PanelCommand, PlainGroup, option, print_result, with_options
+from sinklab.commands.reproduce import lab
+from sinklab.commands.terminal import DataDisplay, JobProgress, print_text, stderr
+from sinklab.errors import InputError, SinklabError, cause, is_out_of_memory
+from sinklab.files import DISK_FULL, check_writable, parse_yaml
+from sinklab.settings import ADVANCED, INPUT, LARGEST_INT64, OUTPUT, TRAINING, CommandSettings, Flag, Seed
 from sinklab.signals import keeping_what_is_finished
+
+if TYPE_CHECKING:
+    from sinklab.data.loader import Mix
+
+INACCESSIBLE = (errno.EACCES, errno.EPERM, errno.ELOOP)
+NO_HOME = "Could not determine home directory."  # pathlib, for ~name
+SHOWN = 80  # characters shown of a path that is too long
+_KEPT = "interrupted; finished work is saved. Run the same command again to resume."
+_NOT_KEPT = "interrupted; unfinished results were not saved. Run the same command again to start over."
+_OUT_OF_MEMORY = (
+    "out of memory: use a smaller model, shorter sequences or smaller batches "
+    "(train.micro_batch, --batch-size). Files saved earlier are unchanged"
+)
+
+
+def end(app: typer.Typer) -> NoReturn:
+    """Run the command in sys.argv, and exit with its status: 130 after Ctrl-C, 75 after SIGTERM or SIGUSR1."""
+    try:
+        with signals.left_on_signals():
+            status = _status(app)
+    except (KeyboardInterrupt, typer.Abort):
+        status = signals.INTERRUPTED
+    except signals.PreemptedError:
+        status = signals.CALL_AGAIN
+    kept = signals.was_kept()
+    if status in (signals.INTERRUPTED, signals.CALL_AGAIN):
+        signals.ignore_signals()
+        if _is_first():
+            print_text(_KEPT if kept else _NOT_KEPT, stderr())
+    if _has_others():  # `joined_world` requires os._exit
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def _status(app: typer.Typer) -> int:
+    """Run the command and return its exit status; print the message of an expected error."""
+    if "" in sys.argv[1:]:  # an empty path would be the current folder
+        _say_error(
+            "an argument is empty, as from an unset variable of the shell: pass a value, or leave the option out"
+        )
+        return 2
+    try:
+        status = app(standalone_mode=False)
+    except SinklabError as error:
+        if not error.printed_elsewhere:
+            _say_error(str(error))
+        return error.exit_status
+    except typer.Exit as leaving:
+        return leaving.exit_code
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # raised by any use of a path argument
+            _say_error(f"{str(error.filename)[:SHOWN]}...: {error.strerror}; use a shorter path")
+            return 2
+        if error.errno in INACCESSIBLE and error.filename is not None:  # also raised by any use
+            _say_error(f"cannot access {error.filename}: {error.strerror}. Make it accessible, or use another path")
+            return 2
+        if error.errno not in DISK_FULL or error.filename is not None:
+            raise
+        _say_error(f"cannot write the result to stdout ({error.strerror}): free disk space, or redirect stdout")
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  flushing the rest of the output at exit would fail again
+        return 1
+    except Exception as error:
+        if is_out_of_memory(error):
+            _say_error(f"{_OUT_OF_MEMORY} ({str(error).strip() or type(error).__name__})")
+            return 1
+        if str(error) == NO_HOME:
+            _say_error("a path begins with ~ and a name, and there is no such home directory: use another path")
+            return 2
+        if not hasattr(error, "exit_code") or not hasattr(error, "format_message"):
+            raise
+        message = error.format_message()  # type: ignore[attr-defined]  # empty if a help text was printed
+        if message and _is_first():  # all processes have the same command line
+            _say_error(f"{message}{'' if message[-1] in '.?' else '.'} See --help.")
+        return 2
+    return status if isinstance(status, int) else 0
+
+
+def _has_others() -> bool:
+    """Return True if torchrun has started several processes."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def _is_first() -> bool:
+    return not _has_others() or os.environ.get("RANK", "0") == "0"
+
+
+def _say_error(message: str) -> None:
+    console = stderr()
+    console.print("error:", style="bold red", end=" ")
+    print_text(message.replace("Value error, ", ""), console)  # pydantic's prefix, in our messages and in typer's
+
 
 app = typer.Typer(cls=PlainGroup, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
 data_app = typer.Typer(cls=PlainGroup, help="Prepare text for training.", no_args_is_help=True)
@@ -107,14 +204,14 @@ def train(
     if dry_run and replay is not None:
         raise InputError("--replay and --dry-run are mutually exclusive: pass one of them")
     if dry_run:
-        from sinklab.commands.terminal.plans import print_plan
+        from sinklab.commands.results import print_plan
 
         plan, speaks = plan_command(recipe, overrides or [])
         if speaks:
             print_result(as_json, plan.document, lambda out: print_plan(plan, out))
         return
     if replay is not None:
-        from sinklab.commands.terminal.results import print_replay
+        from sinklab.commands.results import print_replay
 
         found = replay_command(recipe, overrides or [], out, replay, stderr())
         print_result(as_json, found.document, lambda out: print_replay(found, out))
@@ -169,7 +266,7 @@ def interventions(
     """
     from dataclasses import asdict
 
-    from sinklab.commands.terminal.plans import print_catalogue, print_variants
+    from sinklab.commands.results import print_catalogue, print_variants
     from sinklab.interventions import VARIANTS, catalogue
 
     if variants:
@@ -199,7 +296,7 @@ def report(
 
     Example: sinklab report runs/lab --format svg
     """
-    from sinklab.commands.terminal.results import print_report
+    from sinklab.commands.results import print_report
     from sinklab.report.collect import collect
     from sinklab.report.page import write_page
 
@@ -236,8 +333,8 @@ def verify(
     """
     from dataclasses import asdict
 
-    from sinklab.commands.terminal.results import print_checks
-    from sinklab.experiments.sweep.verifying import verify_packed
+    from sinklab.commands.results import print_checks
+    from sinklab.experiments.sweep.packed import verify_packed
     from sinklab.report.packing import check_readme
 
     with JobProgress(stderr(), phase="reading the packed results") as progress:
@@ -267,11 +364,128 @@ def runs(
     """
     from dataclasses import asdict
 
-    from sinklab.commands.terminal.results import print_runs
+    from sinklab.commands.results import print_runs
     from sinklab.report.collect import list_runs
 
     found = list_runs(directories)
     print_result(as_json, lambda: [asdict(run) for run in found], lambda out: print_runs(found, out))
+
+
+class PrepareSettings(CommandSettings, frozen=True):
+    """Settings of `sinklab data prepare`, described by their help, by `DataConfig` and by `WeightedMix`."""
+
+    panel = INPUT
+
+    tokenizer: str = Field(
+        description="Hugging Face name or path, train:SIZE (BPE trained on the text), or `words` (of synthetic:NAME)."
+    )
+    valid_fraction: float = Field(
+        default=0.02, gt=0, le=0.5, description="Fraction of the documents held out for validation, at most 0.5."
+    )
+    text_limit_bytes: Annotated[int | None, Flag("--limit-bytes")] = Field(
+        default=None, ge=1, le=LARGEST_INT64, description="Read at most this many bytes of text."
+    )
+    token_limit: Annotated[int | None, Flag("--limit-tokens")] = Field(
+        default=None,
+        ge=2,
+        le=LARGEST_INT64,
+        description="Write at most this many tokens, training and validation together.",
+    )
+    mix_kind: Annotated[Literal["weights", "files"] | None, Flag("--mix", metavar="KIND")] = Field(
+        default=None,
+        exclude=True,
+        description="Interleave domains by weight (weights), or all files at equal rates (files); default: sequential.",
+    )
+    weights: Path | None = Field(
+        default=None,
+        exclude=True,
+        description="With --mix weights: YAML file with lines `domain: weight`; default: the paper's 17 domains.",
+    )
+    absent: Annotated[Literal["refuse", "renormalise"], Flag(metavar="HOW")] = Field(
+        default="refuse",
+        exclude=True,
+        description="With --mix weights, for domains without files: refuse, or renormalise the other weights.",
+    )
+    seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(
+        default=0, exclude=True, description="With --mix: random seed of the interleaving."
+    )
+
+    @property
+    def mix(self) -> "Mix | None":
+        """Data mix that the options specify; None without --mix.
+
+        Raises:
+            InputError: if --weights or --absent is set without --mix weights, or the weights file cannot be
+                read or is invalid.
+        """
+        from sinklab.data.loader import UniformMix, WeightedMix
+
+        kind, weights = self.mix_kind, self.weights
+        if kind != "weights" and (weights is not None or self.absent != "refuse"):
+            raise InputError("--weights and --absent require --mix weights: add --mix weights, or remove them")
+        if kind is None:
+            return None
+        if kind == "files":
+            return UniformMix(seed=self.seed)
+        values: dict[str, Any] = {"seed": self.seed, "absent": self.absent}
+        try:
+            if weights is not None:
+                values["weights"] = parse_yaml(weights.read_text(encoding="utf-8"))
+            return WeightedMix.model_validate(values)
+        except OSError as error:
+            raise InputError(f"cannot read {weights}: {error.strerror}") from error
+        except ValueError as error:
+            raise InputError(
+                f"{weights}: expected lines `domain: weight` with positive weights ({cause(error)})"
+            ) from error
+
+
+@with_options
+def prepare(
+    *,
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="stdlib or site-packages (files of this Python), a text file (.txt, .jsonl, .csv, .parquet, ..), "
+            "a folder of them, hf:NAME "
+            "(dataset on the Hugging Face hub) or synthetic:NAME."
+        ),
+    ],
+    options: PrepareSettings,
+    out: Annotated[Path, option(OUTPUT, "Directory for the token shards.")],
+    dry_run: Annotated[bool, option(OUTPUT, "Only estimate the number of bytes and tokens.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Tokenize text into shards that recipes use as data.source.
+
+    Example: sinklab data prepare stories.txt --tokenizer train:4096 --out data/stories
+
+    The same command resumes after an interruption; the shards are byte-identical to those of an uninterrupted call.
+    Encoding uses all cores, or RAYON_NUM_THREADS threads.
+    """
+    from sinklab.commands.results import print_estimate
+    from sinklab.data.loader import is_prepared
+    from sinklab.data.prepare import prepare, settings_of
+    from sinklab.data.texts import estimate
+
+    settings = settings_of(source, mix=options.mix, **options.model_dump())
+    if dry_run:
+        with JobProgress(stderr(), phase="estimating"):
+            found = estimate(settings)
+        print_result(as_json, lambda: asdict(found), lambda out: print_estimate(found, out))
+        return
+    if not is_prepared(out):
+        check_writable(out)
+    with keeping_what_is_finished(), DataDisplay(stderr()) as display:
+        dataset = prepare(settings, out, display, display.counted)
+    if as_json:
+        print((out / "data.json").read_text(encoding="utf-8"))
+        return
+    print(f"{out}: {len(dataset.train):,} training and {len(dataset.valid):,} validation tokens")
+    for name, share in (dataset.manifest.shares or {}).items():
+        print(f"  {name}: {share.tokens:,} tokens")
+    for note in dataset.manifest.notes or ():
+        print(f"  {note}")
 
 
 GROUPS = {
@@ -292,4 +506,4 @@ for title, commands in GROUPS.items():
     for name, command in commands.items():
         app.command(name, cls=PanelCommand, rich_help_panel=title)(command)
 app.add_typer(data_app, name="data", rich_help_panel="Train models")
-data_app.command("prepare", cls=PanelCommand)(data.prepare)
+data_app.command("prepare", cls=PanelCommand)(prepare)

@@ -5,7 +5,7 @@ A sweep prepares its data once, shares its runs with other processes, and writes
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
@@ -15,16 +15,14 @@ from rich.console import Console
 
 from sinklab.assessing.assess_model import assess, load_assessment
 from sinklab.assessing.settings import AssessOptions
-from sinklab.commands.options import ReproduceSettings, print_result, save_report
-from sinklab.commands.terminal.plans import print_passes
-from sinklab.commands.terminal.progress import DataDisplay, JobProgress, RunDisplay
-from sinklab.commands.terminal.results import print_summary
-from sinklab.commands.terminal.tables import print_text, stderr
+from sinklab.commands.options import EngineName, ReproduceSettings, print_result, save_report
+from sinklab.commands.results import print_passes, print_summary
+from sinklab.commands.terminal import DataDisplay, JobProgress, RunDisplay, print_text, stderr
 from sinklab.data.corpora import documents
 from sinklab.data.prepare import prepared
 from sinklab.data.textfiles import read_conversations
 from sinklab.errors import InputError, SinklabError
-from sinklab.evaluating.tasks import chosen_task
+from sinklab.evaluating.evaluate_model import chosen_task
 from sinklab.experiments.definition import Experiment, Scale
 from sinklab.experiments.documents import SUMMARY, Summary, record_of
 from sinklab.experiments.measured import (
@@ -37,18 +35,18 @@ from sinklab.experiments.measured import (
     with_models,
 )
 from sinklab.experiments.sweep import store
+from sinklab.experiments.sweep.cluster import open_engine
 from sinklab.experiments.sweep.engine import Event, train_all
-from sinklab.experiments.sweep.engines import EngineName, open_engine
-from sinklab.experiments.sweep.engines.local import default_jobs, shares
+from sinklab.experiments.sweep.local import default_jobs, shares
 from sinklab.experiments.sweep.packed import import_packed, unpack
-from sinklab.experiments.sweep.plan import SweepPlan, data_key, plan_sweep
 from sinklab.experiments.sweep.preview import Preview, pace_here, pace_of_runs, preview, read_finished
+from sinklab.experiments.sweep.store import SweepPlan, data_key, plan_sweep
 from sinklab.files import REPORT, RUNS, check_results
 from sinklab.models.huggingface.loading import Loading
 from sinklab.signals import INTERRUPTED, PreemptedError
 from sinklab.survey.measure import labels
-from sinklab.train.directory.lock import HeldError
-from sinklab.train.directory.run import emulation_warning
+from sinklab.train.lock import HeldError
+from sinklab.train.run import emulation_warning
 from sinklab.tuning.sft_dataset import TuneSources
 from sinklab.tuning.tune import check_extra, check_tuned, tune
 
@@ -193,9 +191,16 @@ def train_experiments(
     for warning in warnings:
         print_text(f"warning: {warning}", console)
     save_report(out)
-    if failed := _failures(chosen, ended):
-        for name, message in failed.items():
-            print_text(f"failed: {name}: {message}", console)
+    expected = {run_hash for (name, _), run_hash in chosen.hashes.items() if chosen.cells[name].may_diverge}
+    failed = [(run, ended[run.name]) for run in chosen.runs if run.name in ended and ended[run.name].kind == "failed"]
+    failures = [
+        f"failed: {run.name}: {event.message}"
+        for run, event in failed
+        if run.hash not in expected or record_of(run.directory, run.hash) is None  # else it diverged, as it may
+    ]
+    for failure in failures:
+        print_text(failure, console)
+    if failures:
         raise typer.Exit(1)
 
 
@@ -242,17 +247,6 @@ def _follow_up(runs: Sequence[store.FollowUp], chats: Path | None, console: Cons
             except SinklabError as error:
                 warnings.append(f"{run.name} was not {done}: {error}")
     return warnings
-
-
-def _failures(plan: SweepPlan, ended: Mapping[str, Event]) -> dict[str, str]:
-    """Return the reason for failure by run name; divergence of a run whose cell may diverge is not a failure."""
-    expected = {run_hash for (name, _), run_hash in plan.hashes.items() if plan.cells[name].may_diverge}
-    failed = {run: ended[run.name] for run in plan.runs if run.name in ended and ended[run.name].kind == "failed"}
-    return {
-        run.name: event.message
-        for run, event in failed.items()
-        if run.hash not in expected or record_of(run.directory, run.hash) is None
-    }
 
 
 def measure_experiments(experiments: Sequence[Experiment], settings: ReproduceSettings, as_json: bool) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from sinklab.commands.terminal.progress import DataDisplay, RunDisplay
-from sinklab.commands.terminal.tables import print_text
+from sinklab.commands.terminal import DataDisplay, RunDisplay, print_text
 from sinklab.data.loader import TokenDataset
 from sinklab.data.prepare import prepared
 from sinklab.device import keep_freed_memory
@@ -17,13 +16,13 @@ from sinklab.errors import InputError, StoppedError, require_extra
 from sinklab.experiments.sweep.engine import Event
 from sinklab.files import check_writable
 from sinklab.signals import stop_on_signals
-from sinklab.train.directory.run import Run, emulation_warning, existing_run, open_run
+from sinklab.train.evaluator import Tracker, TrackerName, tracked
 from sinklab.train.loop import RunOutcome, Trainer
 from sinklab.train.planning import TrainingPlan, check_fits, plan_of, sized
 from sinklab.train.recipe import Recipe, load_recipe
-from sinklab.train.replay import Replay, replay
+from sinklab.train.run import Run, emulation_warning, existing_run, open_run
 from sinklab.train.start import with_checkpoint_values
-from sinklab.train.track import Tracker, TrackerName, tracked
+from sinklab.train.update import Replay, replay
 from sinklab.train.world import World, joined_world
 
 
@@ -77,7 +76,7 @@ def train_command(
     if world.is_first and as_json:
         print((run.directory / "measurement.json").read_text(encoding="utf-8"), end="")
     elif world.is_first:
-        from sinklab.commands.terminal.results import print_end
+        from sinklab.commands.results import print_end
 
         print_end(run.directory, run.recipe, Console())
 
@@ -107,18 +106,14 @@ def _trained(
             outcome = trainer.train()
             without = [tracker for tracker in active if tracker.is_new or not was_done]
             if outcome.status == "done" and without:
-                _show_charts(run.directory, without)
+                from sinklab.report.collect import collect
+                from sinklab.report.page import export_charts
+
+                with tempfile.TemporaryDirectory() as folder:
+                    files = export_charts(collect([run.directory]), Path(folder), ("png",))
+                    for tracker in without:
+                        tracker.charts(files)
     return outcome
-
-
-def _show_charts(directory: Path, trackers: Sequence[Tracker]) -> None:
-    from sinklab.report.collect import collect
-    from sinklab.report.page import export_charts
-
-    with tempfile.TemporaryDirectory() as folder:
-        files = export_charts(collect([directory]), Path(folder), ("png",))
-        for tracker in trackers:
-            tracker.charts(files)
 
 
 def plan_command(recipe: str, overrides: Iterable[str]) -> tuple[TrainingPlan, bool]:

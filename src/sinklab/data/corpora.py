@@ -112,10 +112,10 @@ def _trigger_average(random: np.random.Generator, documents: int, tokens: int) -
     triggers[:, 0] = False
     rows = np.arange(documents)
     for t in range(2, tokens):
-        asked = triggers[:, t - 1]
+        triggered = triggers[:, t - 1]
         drawn = symbols[rows, random.integers(t - 1, size=documents)]
-        symbols[:, t] = np.where(asked, drawn, symbols[:, t])
-        triggers[:, t] &= ~asked
+        symbols[:, t] = np.where(triggered, drawn, symbols[:, t])
+        triggers[:, t] &= ~triggered
     return np.where(triggers, symbols, 64 + symbols)
 
 

@@ -474,7 +474,9 @@ class Loader:
         self._tokens, self._stride, self._shuffle, self._seed = tokens, stride, shuffle, seed
         self._config, self._vocab_size, self._bos_id = config, vocab_size, bos_id
         # orders of two epochs are cached, because a batch rarely spans more
-        self._order = lru_cache(maxsize=2)(self._draw_order)
+        self._order = lru_cache(maxsize=2)(
+            lambda epoch: np.random.default_rng([_ORDER, self._seed, epoch]).permutation(self.chunks)
+        )
 
     def __len__(self) -> int:
         """Number of batches per epoch, rounded up; the last batch of a validation loader may have fewer rows."""
@@ -513,9 +515,6 @@ class Loader:
                 generator = np.random.default_rng([stream, self._seed, chunk])
                 row_T[drawn.start : drawn.end] = generator.integers(self._vocab_size, size=drawn.end - drawn.start)
         return torch.from_numpy(chunks_BT)
-
-    def _draw_order(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([_ORDER, self._seed, epoch]).permutation(self.chunks)
 
 
 class Prefetcher:

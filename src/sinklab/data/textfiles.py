@@ -365,7 +365,9 @@ def read_documents(path: Path, render: Render = plain_conversation, counts: Read
     """
     if is_plain(path):
         with readable(path) as file:
-            yield from (text for text in _txt_documents(file) if text.strip())
+            separated = any(line.strip() == _SEPARATOR for line in iter(lambda: file.readline(_LONGEST), ""))
+            file.seek(0)
+            yield from (text for text, _ in _txt_pieces(file, separated) if text.strip())
         return
     yield from texts_of_rows(read_rows(path), str(path), render, ReadCounts() if counts is None else counts)
 
@@ -503,12 +505,6 @@ def read_conversations(path: Path, counts: ReadCounts | None = None) -> Iterator
             yield messages, where
     if counts.rows and not found:
         raise InputError(f'{path}: no row has a conversation, "messages" or "conversations" with text')
-
-
-def _txt_documents(file: TextIO) -> Iterator[str]:
-    separated = any(line.strip() == _SEPARATOR for line in iter(lambda: file.readline(_LONGEST), ""))
-    file.seek(0)
-    return (piece for piece, _ in _txt_pieces(file, separated))
 
 
 def _txt_pieces(file: TextIO, separated: bool) -> Iterator[tuple[str, bool]]:

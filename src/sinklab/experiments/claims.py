@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from sinklab.experiments.documents import Analysis
 from sinklab.experiments.quantities import QuantityName, quantity
+from sinklab.measuring.registry import OTHERS
 from sinklab.schema import Part
 from sinklab.survey.open_models import families
 
@@ -30,16 +31,37 @@ EARLIER_KEYS = {
     "against": "scatter",
     "but": "without_families",
 }
-EARLIER_KINDS = {"stands_at": "peak_at", "alike": "equal"}
+EARLIER_KINDS = {
+    "alike": "equal",
+    "alike_over_domains": "equal",
+    "alike_over_sizes": "equal",
+    "grows_with_size": "rising",
+}
 """Keys of experiments, claims and checks, and kinds of checks, in manifests and files of earlier versions."""
 
 
 def renamed(values: Any) -> Any:
-    """Return a mapping with the present names of `EARLIER_KEYS` and `EARLIER_KINDS`; other values unchanged."""
+    """Return a mapping with the present names of keys and kinds of checks; other values unchanged.
+
+    Three earlier kinds are now comparisons of two quantities, or of two steps: `peak_at` (earlier `stands_at`),
+    `precedes` and `appears`.
+    """
     if not isinstance(values, Mapping):
         return values
-    found = {EARLIER_KEYS.get(key, key): value for key, value in values.items()}
-    return {**found, "is": EARLIER_KINDS.get(found["is"], found["is"])} if "is" in found else found
+    new = {EARLIER_KEYS.get(key, key): value for key, value in values.items()}
+    match new.get("is"):
+        case "peak_at" | "stands_at":
+            k = new.pop("position", None)
+            return {"at_least": 1.0, **new, "is": "greater", "value": f"sink_{k}", "than_value": f"{OTHERS}{k}"}
+        case "precedes":
+            first, then = new.pop("first", None), new.pop("then", None)
+            return {**new, "is": "greater", "value": then, "than_value": first}
+        case "appears":
+            rate = new.pop("rate", 10.0)
+            return {**new, "is": "within", "value": "sink_1", "at_least": rate}
+        case str(kind):
+            return {**new, "is": EARLIER_KINDS.get(kind, kind)}
+    return new
 
 
 class _Check(Part):
@@ -52,17 +74,6 @@ class _Check(Part):
     @property
     def quantities(self) -> tuple[str, ...]:
         """Names of the check's quantities, the main quantity first; empty for `diverges` and `trains`."""
-        match self:
-            case QuantityClaim():
-                return (self.value,)
-            case PeakAt():
-                return (f"sink_{self.position}",)
-            case Appears():
-                return ("sink_1",)
-            case Precedes():
-                return (self.then, self.first)
-            case All():
-                return tuple(dict.fromkeys(name for check in self.of for name in check.quantities))
         return ()
 
 
@@ -77,6 +88,11 @@ class QuantityClaim(_Check):
 
     value: QuantityName
     at_step: int | None = Field(default=None, ge=1)
+
+    @property
+    def quantities(self) -> tuple[str, ...]:
+        """Names of the check's quantities, the main quantity first."""
+        return (self.value,)
 
 
 class _Bounds(QuantityClaim):
@@ -97,15 +113,26 @@ def _require_rate(name: str) -> str:
 
 
 class Within(_Bounds):
-    """At every seed of a cell, the quantity is at least `at_least` and at most `at_most`; either may be left out."""
+    """At every seed of a cell, the quantity is at least `at_least` and at most `at_most`; either may be left out.
+
+    Attributes:
+        before: read the quantity at the last evaluation up to this step, without averaging, in place of `at_step`.
+        after: in addition to `before`: at the last evaluation up to this step, the quantity must not be in the bounds.
+    """
 
     kind: Literal["within"] = Field(default="within", alias="is")
     cell: str
+    before: int | None = Field(default=None, ge=1)
+    after: int | None = Field(default=None, ge=0)
 
     @model_validator(mode="after")
     def _has_a_bound(self) -> Self:
         if self.at_least is None and self.at_most is None:
             raise ValueError("set at_least, at_most, or both")
+        if self.before is None and self.after is not None:
+            raise ValueError("after requires before, the step by which the quantity is in the bounds")
+        if self.before is not None and self.at_step is not None:
+            raise ValueError("set at_step or before, not both")
         return self
 
 
@@ -123,9 +150,13 @@ class Differs(_Bounds):
     This is the rule for five seeds per cell; `counts.separated` is the rule for any number. The verdict is "direction
     only" if the comparison holds, but a condition set by `by`, `times`, `at_least`, `at_most` or `absent` does not.
 
+    With `than_value` in place of `than`, two quantities of the same run are compared, seed by seed: a step with a later
+    one, or the sink rate of a position with the highest rate of the others.
+
     Attributes:
         cell: the cell with the larger value (greater) or the smaller value (less).
         than: the other cell.
+        than_value: the other quantity.
         by: the difference between the cells must exceed this number, in the quantity's unit.
         times: the ratio of the larger to the smaller value must exceed this number.
         at_least, at_most: bounds on the quantity that every seed of `cell` must satisfy.
@@ -134,113 +165,28 @@ class Differs(_Bounds):
 
     kind: Literal["greater", "less"] = Field(alias="is")
     cell: str
-    than: str
+    than: str | None = None
+    than_value: QuantityName | None = None
     by: float | None = Field(default=None, gt=0)
     times: float | None = Field(default=None, gt=1)
     absent: bool = False
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:
+        if (self.than is None) == (self.than_value is None):
+            raise ValueError("set either than, a cell, or than_value, another quantity of the same cell")
+        if self.than_value and (self.by is not None or self.times is not None or self.absent):
+            raise ValueError("by, times and absent apply to comparisons of cells: remove them, or set than")
         if self.by is not None and self.times is not None:
             raise ValueError("set either by or times, not both")
         if self.absent:
             _require_rate(self.value)
         return self
 
-
-class Equal(QuantityClaim):
-    """At every seed, the quantity differs between two cells, or between a first and all others, by at most `margin`.
-
-    Attributes:
-        cell, to: the two cells.
-        over: the first cell and the others, in place of `cell` and `to`.
-        margin: in the quantity's unit.
-    """
-
-    kind: Literal["equal"] = Field(default="equal", alias="is")
-    cell: str | None = None
-    to: str | None = None
-    over: tuple[str, ...] = Field(default=(), alias="of")
-    margin: float = Field(gt=0)
-
-    @model_validator(mode="after")
-    def _has_two_cells(self) -> Self:
-        if bool(self.cell and self.to) == (len(self.over) > 1) or bool(self.cell) != bool(self.to):
-            raise ValueError("set cell and to, or two cells or more in of")
-        return self
-
     @property
-    def reference(self) -> str:
-        """The cell from which the differences are counted."""
-        return self.to or self.over[0]
-
-
-class Monotone(QuantityClaim):
-    """The quantity increases (rising) or decreases (falling) over the cells in the given order.
-
-    At every seed, the least-squares slope over the ranks of the cells is positive (rising) or negative (falling). In
-    addition, no two neighbouring cells are separated in the opposite direction (`counts.separated`).
-    """
-
-    kind: Literal["rising", "falling"] = Field(alias="is")
-    over: tuple[str, ...] = Field(min_length=3)
-
-
-class PeakAt(_Check):
-    """At every seed of a cell, `position` (1-based) has the highest sink rate, which is at least `at_least` percent.
-
-    The rate is compared with those of the other positions among 1 .. T / 2 (`highest_rate`); a tie opposes the claim.
-    If only the second condition fails, the verdict is "direction only".
-    """
-
-    kind: Literal["peak_at"] = Field(default="peak_at", alias="is")
-    cell: str
-    position: int = Field(ge=1)
-    at_least: float = Field(default=1.0, gt=0, lt=100)
-
-
-class Appears(_Check):
-    """At every seed, Sink_1 of a cell is at least `rate` percent at the last evaluation up to step `before`.
-
-    If `after` is set, Sink_1 must also be below `rate` at the last evaluation up to step `after`.
-    """
-
-    kind: Literal["appears"] = Field(default="appears", alias="is")
-    cell: str
-    rate: float = Field(default=10.0, gt=0, lt=100)
-    after: int | None = Field(default=None, ge=0)
-    before: int = Field(ge=1)
-
-
-class Precedes(_Check):
-    """At every seed of a cell, the quantity `first` is smaller than `then`, such as `norm_step` < `emergence_step`."""
-
-    kind: Literal["precedes"] = Field(default="precedes", alias="is")
-    cell: str
-    first: QuantityName
-    then: QuantityName
-
-
-class Diverges(_Check):
-    """Training of a cell diverges (loss, gradient or weights not finite) at every seed, or at none (trains)."""
-
-    kind: Literal["diverges", "trains"] = Field(alias="is")
-    cell: str
-
-
-SingleCheck = Within | SinkAbsent | Differs | Equal | Monotone | PeakAt | Appears | Precedes | Diverges
-
-
-class All(_Check):
-    """Conjunction of checks: reproduced if all checks are reproduced, contradicted if any is (`judging.ORDER`)."""
-
-    kind: Literal["all"] = Field(default="all", alias="is")
-    of: tuple[Annotated[SingleCheck, Field(discriminator="kind"), BeforeValidator(renamed)], ...] = Field(min_length=2)
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """Names of the cells of all checks."""
-        return tuple(dict.fromkeys(cell for check in self.of for cell in check.cells))
+    def quantities(self) -> tuple[str, ...]:
+        """Names of the check's quantities, the main quantity first."""
+        return (self.value, self.than_value) if self.than_value else (self.value,)
 
 
 def _on_the_list(name: str) -> str:
@@ -252,50 +198,120 @@ def _on_the_list(name: str) -> str:
 FamilyName = Annotated[str, AfterValidator(_on_the_list)]
 
 
-class OverSubjects(QuantityClaim):
-    """A check of one cell across the domains of --text, or across the models of --model of each family.
-
-    alike_over_domains: at every draw, the quantity differs by at most `margin` between the first domain and each other.
-    alike_over_sizes: the same between a family's smallest model and each other model of the family.
-    grows_with_size: the quantity increases with model size within each family, by the rule of `Monotone` (rising).
+class OverCells(QuantityClaim):
+    """A check of several cells, or of one cell over the domains or models of an experiment with `each`.
 
     Attributes:
+        cell: the cell of every domain, or of every model of a family by increasing size, in place of several cells.
         families: model families of the paper's list (`survey/open_models.py`) to check; default: all.
         without_families: model families to exclude.
     """
 
-    kind: Literal["alike_over_domains", "alike_over_sizes", "grows_with_size"] = Field(alias="is")
-    cell: str
-    margin: float | None = Field(default=None, gt=0)
+    cell: str | None = None
+    over: tuple[str, ...] = ()
     families: tuple[FamilyName, ...] = ()
     without_families: tuple[FamilyName, ...] = ()
 
+    @property
+    def over_subjects(self) -> bool:
+        """True if the check compares the domains or models of one cell."""
+        return self.cells == (self.cell,)
+
     @model_validator(mode="after")
-    def _fits_its_kind(self) -> Self:
-        if self.at_step is not None:
+    def _keys_fit_each_other(self) -> Self:
+        if self.over_subjects and self.at_step is not None:
             raise ValueError("at_step is a step of training, and existing models are not trained: leave it out")
-        if (self.margin is None) != (self.kind == "grows_with_size"):
-            raise ValueError(f"{self.kind} {'needs a' if self.margin is None else 'has no'} margin")
-        if self.kind == "alike_over_domains" and (self.families or self.without_families):
+        if not self.over_subjects and (self.families or self.without_families):
             raise ValueError("families and without_families apply to comparisons of model sizes: leave them out")
         return self
 
-    @property
-    def subjects(self) -> Literal["domain", "model"]:
-        """The kind of subjects that are compared: domains or models."""
-        return "domain" if self.kind == "alike_over_domains" else "model"
-
-    def across(self, cells: tuple[str, ...]) -> Equal | Monotone:
+    def across(self, cells: tuple[str, ...]) -> Self:
         """Return the check of the cells that have the results of the domains or models; models by increasing size."""
-        if self.margin is None:
-            return Monotone.model_validate({"is": "rising", "over": cells, "value": self.value})
-        return Equal.model_validate({"is": "equal", "of": cells, "value": self.value, "margin": self.margin})
+        return self.model_copy(update={"cell": None, "over": cells, "families": (), "without_families": ()})
 
 
-Check = Annotated[SingleCheck | All | OverSubjects, Field(discriminator="kind"), BeforeValidator(renamed)]
+class Equal(OverCells):
+    """At every seed, the quantity differs between two cells, or between a first and all others, by at most `margin`.
+
+    Attributes:
+        cell, to: the two cells. Without `to`: the first domain and each other, or the smallest model of each family and
+            each other of the family, in an experiment with `each`.
+        over: the first cell and the others, in place of `cell` and `to`.
+        margin: in the quantity's unit.
+    """
+
+    kind: Literal["equal"] = Field(default="equal", alias="is")
+    to: str | None = None
+    over: tuple[str, ...] = Field(default=(), alias="of")
+    margin: float = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _has_two_cells(self) -> Self:
+        if bool(self.cell) == (len(self.over) > 1) or (self.over and self.to):
+            raise ValueError("set cell and to, or two cells or more in of")
+        return self
+
+    @property
+    def reference(self) -> str:
+        """The cell from which the differences are counted."""
+        return self.to or self.over[0]
 
 
-def parts_of(check: Check) -> tuple[SingleCheck | OverSubjects, ...]:
+class Monotone(OverCells):
+    """The quantity increases (rising) or decreases (falling) over the cells in the given order, or over model sizes.
+
+    At every seed, the least-squares slope over the ranks of the cells is positive (rising) or negative (falling). In
+    addition, no two neighbouring cells are separated in the opposite direction (`counts.separated`).
+    """
+
+    kind: Literal["rising", "falling"] = Field(alias="is")
+
+    @model_validator(mode="after")
+    def _has_three_cells(self) -> Self:
+        if bool(self.cell) == (len(self.over) > 2):
+            raise ValueError("set three cells or more in over, or the cell of models in an experiment with each: model")
+        return self
+
+
+class Diverges(_Check):
+    """Training of a cell diverges (loss, gradient or weights not finite) at every seed, or at none (trains)."""
+
+    kind: Literal["diverges", "trains"] = Field(alias="is")
+    cell: str
+
+
+SingleCheck = Within | SinkAbsent | Differs | Equal | Monotone | Diverges
+
+
+class All(_Check):
+    """Conjunction of checks: reproduced if all checks are reproduced, contradicted if any is (`judging.ORDER`)."""
+
+    kind: Literal["all"] = Field(default="all", alias="is")
+    of: tuple[Annotated[SingleCheck, Field(discriminator="kind"), BeforeValidator(renamed)], ...] = Field(min_length=2)
+
+    @model_validator(mode="after")
+    def _names_cells(self) -> Self:
+        if any(isinstance(check, OverCells) and check.over_subjects for check in self.of):
+            raise ValueError(
+                "a comparison of domains or models cannot be a part of all: write it as a claim of its own"
+            )
+        return self
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Names of the cells of all checks."""
+        return tuple(dict.fromkeys(cell for check in self.of for cell in check.cells))
+
+    @property
+    def quantities(self) -> tuple[str, ...]:
+        """Names of the quantities of all checks."""
+        return tuple(dict.fromkeys(name for check in self.of for name in check.quantities))
+
+
+Check = Annotated[SingleCheck | All, Field(discriminator="kind"), BeforeValidator(renamed)]
+
+
+def parts_of(check: Check) -> tuple[SingleCheck, ...]:
     """Return the checks combined by an `all` check; for any other check, a tuple of the check itself."""
     return check.of if isinstance(check, All) else (check,)
 

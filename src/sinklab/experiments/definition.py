@@ -52,7 +52,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from sinklab.assessing.parts import PartName
-from sinklab.experiments.claims import Claim, OverSubjects, Scale, Within, renamed
+from sinklab.experiments.claims import Claim, Monotone, OverCells, Scale, Within, renamed
 from sinklab.experiments.documents import GRID, Analysis, ReplicateKind
 from sinklab.experiments.paper import Published
 from sinklab.experiments.quantities import NORMS, QuantityName, quantity
@@ -454,13 +454,21 @@ class Experiment(ClaimSet, SweepDesign):
                 f"claim {claim.id} sets positions or proposition, which require a single model, but the experiment "
                 f"{'sets `each: model`' if self.each else 'has several `models`'}: remove one of the two"
             )
-        wanted = claim.check.subjects if isinstance(claim.check, OverSubjects) else None
-        of_each = self.each == "model" and isinstance(claim.check, Within)
-        if self.each != wanted and not of_each:
+        check = claim.check
+        of_subjects = isinstance(check, OverCells) and check.over_subjects
+        if of_subjects != bool(self.each) and not (self.each == "model" and isinstance(check, Within)):
             raise ValueError(
-                f"claim {claim.id} compares {f'{wanted}s' if wanted else 'cells'}, but the experiment "
-                f"{'does not set `each`' if self.each is None else f'sets `each: {self.each}`'}: "
-                f"{f'set `each: {wanted}`' if wanted else 'remove `each`'}, or change the check"
+                f"claim {claim.id} compares {'domains or models' if of_subjects else 'cells'}, but the experiment "
+                f"{f'sets `each: {self.each}`' if self.each else 'does not set `each`'}: "
+                f"{'remove `each`' if self.each else 'set `each: domain` or `each: model`'}, or change the check"
+            )
+        of_sizes = isinstance(check, Monotone) or (
+            isinstance(check, OverCells) and (check.families or check.without_families)
+        )
+        if self.each == "domain" and of_sizes:
+            raise ValueError(
+                f"claim {claim.id} is about model sizes (rising, falling, families or without_families), but the "
+                "experiment sets `each: domain`: set `each: model`, or change the check"
             )
 
     @property

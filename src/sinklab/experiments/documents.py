@@ -6,10 +6,10 @@ from pathlib import Path
 from statistics import median
 from typing import Literal, get_args
 
-from pydantic import ConfigDict, Field, computed_field
+from pydantic import ConfigDict, Field, SkipValidation, computed_field
 
 from sinklab.errors import InputError
-from sinklab.experiments.quantities import SUBJECTS, ClaimSubject, subject_of
+from sinklab.experiments.quantities import SUBJECTS, ClaimSubject, RunNumbers, subject_of
 from sinklab.files import if_present, read_document, sha256_of, write_json
 from sinklab.schema import ReadDocument, VersionedDocument, finite_or_none
 from sinklab.tables import highest_rate
@@ -92,6 +92,7 @@ class CellRun(ReadDocument):
         edited: names of result files that were modified or removed after the end of the run.
         seconds: duration of training (`RunRecord`) or of the measurement, in seconds; None if unknown.
         tokens_per_second, peak_memory_mb: see `RunRecord`; None for measurements.
+        numbers: the numbers of a finished run or measurement; not in summary.json.
     """
 
     seed: int
@@ -105,6 +106,7 @@ class CellRun(ReadDocument):
     seconds: float | None = None
     tokens_per_second: float | None = None
     peak_memory_mb: float | None = None
+    numbers: SkipValidation[RunNumbers | None] = Field(default=None, exclude=True, repr=False)
 
     @property
     def warnings(self) -> list[str]:
@@ -181,6 +183,11 @@ class CellSummary(ReadDocument):
     def sink_max_position(self) -> int | None:
         found = highest_rate(self.sink_rate)
         return found[0] if found else None
+
+    @property
+    def numbers(self) -> list[RunNumbers]:
+        """Numbers of the finished runs, sorted by seed; empty for a cell that was read from summary.json."""
+        return sorted((run.numbers for run in self.runs if run.numbers), key=lambda run: run.seed)
 
     def estimate(self, name: str) -> CellEstimate | None:
         """Return median and range of a quantity over `runs`; if no run has a value, those in `values`, else None."""
@@ -286,7 +293,7 @@ class JudgedClaim(ReadDocument):
     elsewhere: str = ""
 
     @property
-    def verdict_said(self) -> str:
+    def shown_verdict(self) -> str:
         """Verdict as displayed, such as `reproduced`, `one seed: no verdict` or `reproduced for this model`."""
         if self.verdict == "no verdict" and self.seeds == 1:
             return f"one {self.replicate}: no verdict"
@@ -325,7 +332,7 @@ class JudgedClaim(ReadDocument):
         return " ".join(filter(None, (self.evidence, *self.remarks)))
 
     @property
-    def said(self) -> str:
+    def statement(self) -> str:
         """Text of the claim; its id if it has no text."""
         return self.text or self.id
 

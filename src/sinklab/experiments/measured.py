@@ -19,15 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from sinklab.errors import InputError
-from sinklab.evaluating.evaluate_model import measure_and_evaluate
-from sinklab.evaluating.tasks import ChosenTask, chosen_task
-from sinklab.experiments.claims import Claim, OverSubjects, Undecidable, Within
+from sinklab.evaluating.evaluate_model import ChosenTask, chosen_task, measure_and_evaluate
+from sinklab.experiments.claims import Claim, Equal, Monotone, Undecidable, Within
 from sinklab.experiments.definition import CellTask, Experiment, MeasuredCell
-from sinklab.experiments.documents import SUMMARY, CellRun, ExperimentSummary, Summary
+from sinklab.experiments.documents import SUMMARY, CellRun, CellSummary, ExperimentSummary, Summary
 from sinklab.experiments.paper import published_tables
-from sinklab.experiments.quantities import RunNumbers
-from sinklab.experiments.results import CellResults, measured_numbers, named_values
-from sinklab.experiments.summary import summarise, summary_entry
+from sinklab.experiments.summary import measured_numbers, named_values, summarise, summary_entry
 from sinklab.jobs import Observer, ignore
 from sinklab.measuring.findings import Propositions
 from sinklab.measuring.measurement import Measurement
@@ -85,10 +82,6 @@ class ModelChoice:
         """Return NAME/SUBFOLDER@REVISION; empty parts are omitted."""
         name = f"{self.name}/{self.subfolder}" if self.subfolder else self.name
         return f"{name}@{self.revision}" if self.revision else name
-
-    def loaded_by(self, loading: Loading) -> Loading:
-        """Return a copy of the loading settings with this model's subfolder, and its revision if it is not empty."""
-        return replace(loading, revision=self.revision or loading.revision, subfolder=self.subfolder or None)
 
 
 def model_choice(given: str, cell: MeasuredCell) -> ModelChoice:
@@ -274,8 +267,8 @@ def download_of(models: Sequence[ModelChoice]) -> str:
     remote = [model for model in models if not Path(model.name).exists()]
     if not remote:
         return f"{plural(len(models), 'model')}, all on this machine"
-    said = [PARAMETERS.search(str(model).rpartition("/")[2]) for model in remote]
-    known = [float(found[1]) * (1e9 if found[2] in "bB" else 1e6) for found in said if found]
+    matches = [PARAMETERS.search(str(model).rpartition("/")[2]) for model in remote]
+    known = [float(found[1]) * (1e9 if found[2] in "bB" else 1e6) for found in matches if found]
     size = f", about {2 * sum(known) / 1e9:,.1f} GB at 16 bits" if known else ""
     unknown = f" and {plural(len(remote) - len(known), 'model')} of unknown size" if len(known) < len(remote) else ""
     return f"{plural(len(remote), 'model')} to download unless cached{size}{unknown if known else ''}"
@@ -327,34 +320,33 @@ class MeasuredResults:
             judged.append(claim.model_copy(update={"models": len(used)}))
         return summary.model_copy(update={"claims": judged})
 
-    def _cell(self, one: Pass, cell: MeasuredCell) -> CellResults:
+    def _cell(self, one: Pass, cell: MeasuredCell) -> CellSummary:
         """Return the replicates of a cell, and those of its settings that differ from the default or between cells."""
         runs: list[CellRun] = []
-        numbers: list[RunNumbers] = []
         for replicate in one.replicates(self.draws):
             folder = one.folder(replicate)
             measured = self.outcome.measured.get(folder)
-            found = measured_numbers(cell, measured, replicate) if measured else None
-            numbers += [found] if found else []
+            numbers = measured_numbers(cell, measured, replicate) if measured else None
             failed = self.outcome.failed.get(folder)
-            values, never = named_values(found, self.experiment.columns) if found else ({}, [])
+            values, never = named_values(numbers, self.experiment.columns) if numbers else ({}, [])
             runs.append(
                 CellRun(
                     seed=replicate,
                     hash=self.hashes[folder],
                     directory=folder,
-                    status="done" if found else "failed" if failed else "unfinished",
+                    status="done" if numbers else "failed" if failed else "unfinished",
                     message=failed or "",
                     values=values,
                     never=never,
                     seconds=measured.seconds if measured else None,
+                    numbers=numbers,
                 )
             )
         dumped = [other.model_dump(mode="json") for other in self.experiment.requests.values()]
         varied = {name for name in MeasuredCell.model_fields if any(other[name] != dumped[0][name] for other in dumped)}
         shown = varied | cell.model_dump(exclude_defaults=True).keys()
         change = {name: value for name, value in cell.model_dump(mode="json").items() if name in shown}
-        return CellResults(change, runs, numbers)
+        return CellSummary(change=change, runs=runs)
 
 
 def measure_experiment(
@@ -412,7 +404,8 @@ def _item(
 ) -> Item:
     request = one.request(replicate if len(one.models) == 1 else 0)  # models as replicates read the same draw
     folder, chosen = one.folder(replicate), one.model(replicate)
-    item = Item(folder, chosen.name, chosen.loaded_by(loading), one.text, source, request)
+    loaded = replace(loading, revision=chosen.revision or loading.revision, subfolder=chosen.subfolder or None)
+    item = Item(folder, chosen.name, loaded, one.text, source, request)
     if one.task is None:
         return item
     task, items = tasks[one.task.name], one.task.items
@@ -454,18 +447,18 @@ def claims_about(
             claim.proposition in (None, found.number)
             and claim.positions in (None, "added" if found.number is None else "other")
         ):
-            yield from _about(claim, subjects)
+            yield from _about(claim, subjects, experiment.each)
 
 
-def _about(claim: Claim, subjects: Sequence[Subject]) -> Iterator[Claim | Undecidable]:
+def _about(claim: Claim, subjects: Sequence[Subject], each: str | None) -> Iterator[Claim | Undecidable]:
     match claim.check:
-        case OverSubjects(kind="alike_over_domains") as check:
-            if len(subjects) < 2:
+        case (Equal(cell=str(cell)) | Monotone(cell=str(cell))) as check if check.over_subjects:
+            if each != "domain":
+                yield from _by_family(claim, check, cell, subjects)
+            elif len(subjects) < 2:
                 yield Undecidable(claim, "The claim requires at least two domains.")
             else:
-                yield claim.about(check.across(tuple(one.cell_name(check.cell) for one in subjects)))
-        case OverSubjects() as check:
-            yield from _by_family(claim, check, subjects)
+                yield claim.about(check.across(tuple(one.cell_name(cell) for one in subjects)))
         case Within() as check if subjects[0].name:
             for one in subjects:
                 of_subject = check.model_copy(update={"cell": one.cell_name(check.cell)})
@@ -474,7 +467,9 @@ def _about(claim: Claim, subjects: Sequence[Subject]) -> Iterator[Claim | Undeci
             yield claim
 
 
-def _by_family(claim: Claim, check: OverSubjects, subjects: Sequence[Subject]) -> Iterator[Claim | Undecidable]:
+def _by_family(
+    claim: Claim, check: Equal | Monotone, cell: str, subjects: Sequence[Subject]
+) -> Iterator[Claim | Undecidable]:
     known = [(model, one) for one in subjects if (model := paper_model(one.models["base"]))]
     families: dict[str, list[Subject]] = {}
     for model, one in sorted(known, key=lambda pair: pair[0].parameters):
@@ -487,7 +482,7 @@ def _by_family(claim: Claim, check: OverSubjects, subjects: Sequence[Subject]) -
         and family not in check.without_families
     }
     for family, members in enough.items():
-        yield claim.about(check.across(tuple(one.cell_name(check.cell) for one in members)), family)
+        yield claim.about(check.across(tuple(one.cell_name(cell) for one in members)), family)
     if not enough:
         wanted = f"of {' or '.join(check.families)}" if check.families else "of one family of the paper's list"
         excluded = f" other than {' and '.join(check.without_families)}" if check.without_families else ""

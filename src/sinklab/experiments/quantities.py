@@ -16,6 +16,7 @@ from pydantic import AfterValidator
 
 from sinklab.assessing.parts import NUMBERS
 from sinklab.measuring.registry import EMERGED, METRICS, SUBJECTS, ClaimSubject, Evaluation, Metric, metric
+from sinklab.tables import highest_rate
 from sinklab.train.evaluator import OTHER_EPS
 
 __all__ = ["EMERGED", "SUBJECTS", "ClaimSubject"]
@@ -145,6 +146,12 @@ class RunNumbers:
         """Return Sink_1 minus Sink_1 at the last evaluation up to half of the steps, points; None if one is unknown."""
         half, now = self.evaluations("sink_1", self.last.step // 2, count=1), self.value("sink_1")
         return now - half[0] if half and now is not None else None
+
+    def highest_rate_except(self, position: int, at_step: int | None) -> float:
+        """Return the highest sink rate (`highest_rate`) of the other positions, percent; 0 without other positions."""
+        positions = range(1, len(self.last.sink_rate) + 1)
+        rates = [None if k == position else self.value(f"sink_{k}", at_step) for k in positions]
+        return (highest_rate(rates) or (0, 0.0))[1]
 
     def first_step(self, name: str, bound: float, from_below: bool = False) -> float | None:
         """Return the first evaluated step at which a quantity is at least `bound`; step 0 counts as 1.

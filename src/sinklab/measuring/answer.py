@@ -65,14 +65,14 @@ def _sink(m: Measurement) -> str:
     if strongest.rate < NO_SINK:
         rates = ", ".join(map(str, places)).replace(" %", f" % of {of}", 1)
         return f"No sink{INPUTS[m.inputs]}: {rates}."
-    said = [f"{percent(strongest.rate)} of {of}", *_layers(strongest.above_LH)]
+    parts = [f"{percent(strongest.rate)} of {of}", *_layers(strongest.above_LH)]
     if strongest.overall is not None:
-        said[0] += f", over the queries that see it ({percent(strongest.overall)} over all)"
-    said += [str(one) for one in places if one is not strongest and (one.always or one.rate >= NO_SINK)]
+        parts[0] += f", over the queries that see it ({percent(strongest.overall)} over all)"
+    parts += [str(one) for one in places if one is not strongest and (one.always or one.rate >= NO_SINK)]
     if (m.sink_rate_window_start or 0) >= NO_SINK:
-        said.append(f"{percent(m.sink_rate_window_start or 0)} on the first key of a window")
+        parts.append(f"{percent(m.sink_rate_window_start or 0)} on the first key of a window")
     strength = next(word for least, word in STRENGTHS if strongest.rate >= least)
-    return f"{strength} sink on {strongest.name}{INPUTS[m.inputs]}: {'; '.join(said)}."
+    return f"{strength} sink on {strongest.name}{INPUTS[m.inputs]}: {'; '.join(parts)}."
 
 
 def _places(m: Measurement) -> list[_Place]:

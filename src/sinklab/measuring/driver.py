@@ -296,13 +296,13 @@ def changed_positions(adapter: Adapter, study: Study) -> Iterator[list[str]]:
     """Swap or replace learned positional embeddings in the `with` block; yield the notes on these changes."""
     notes = []
     with ExitStack() as stack:
-        for change, pair, said in (
+        for change, pair, note in (
             (swapped_positions, study.swap_position, "the learned positions {} and {} were swapped"),
             (replaced_position, study.replace_position, "learned position {} was replaced by {}"),
         ):
             if pair is not None:
                 stack.enter_context(change(adapter.module, *pair))
-                notes.append(said.format(*pair))
+                notes.append(note.format(*pair))
         yield notes
 
 

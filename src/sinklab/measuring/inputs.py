@@ -211,16 +211,6 @@ def token_rows(rows: Sequence[Encoded]) -> Tensor:
     return torch.tensor([[*row.prefix, *row.ids] for row in rows])
 
 
-def sizes_of(rows: Sequence[Encoded]) -> Tensor | None:
-    """Return the number of UTF-8 bytes of text of each token in the tensor that `token_rows` builds: sizes_NT.
-
-    Tokens of the prefix have size 0, and tokens that cannot be aligned with the text have size UNKNOWN.
-    The result is None if the ids of a row are not `Spelled`, which has the sizes of its tokens.
-    """
-    sizes = [[*(0 for _ in row.prefix), *row.ids.sizes] for row in rows if isinstance(row.ids, Spelled)]
-    return torch.tensor(sizes) if len(sizes) == len(rows) else None
-
-
 @dataclass
 class _Cutter:
     """Cuts sequences of `length` tokens out of texts.

@@ -331,13 +331,13 @@ class Request(CommandSettings, frozen=True):
 
     def document(self) -> dict[str, Any]:
         """Return the settings that affect the measurement, as a JSON-serializable dict: a part of request.json."""
-        asked = {name: True for name in ("explore", "gradients") if getattr(self.options, name)}
-        asked |= {"bos": True} if self.bos else {}
+        requested = {name: True for name in ("explore", "gradients") if getattr(self.options, name)}
+        requested |= {"bos": True} if self.bos else {}
         found = self.options.model_dump(mode="json") | self.model_dump(mode="json", exclude={"options"})
         if self.study.perturb is None:
             del found["study"]["perturb"]
         drawn = {"drawn_text": "disjoint"} if self.drawn_text else {}
-        return {key: found[key] for key in DECIDING} | drawn | asked
+        return {key: found[key] for key in DECIDING} | drawn | requested
 
     def _in_order(self) -> Options:
         """Return a copy of the options with `lengths` sorted and without the full length."""

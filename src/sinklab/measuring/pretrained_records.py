@@ -109,7 +109,11 @@ class Recorder(ABC):
         kept = 0 if cache is None else int(cache.get_seq_length())
         if not kept:
             layers = self._latest() if self._whole else []  # the last pass may have failed
-            if layers and not _continued(self._tokens_BT, tokens_BT):
+            before_BT, longer = self._tokens_BT, False
+            if before_BT is not None and tokens_BT is not None and len(before_BT) == len(tokens_BT):
+                start = before_BT.shape[1]
+                longer = start < tokens_BT.shape[1] and torch.equal(before_BT, tokens_BT[:, :start])
+            if layers and not longer:
                 self._done.append(layers)
             self._tokens_BT, self._real, self._seen = tokens_BT, None, 0
             self._drop_latest()
@@ -175,12 +179,6 @@ class Recorder(ABC):
     @abstractmethod
     def _drop_latest(self) -> None:
         """Discard the records of the current sequences."""
-
-
-def _continued(before_BT: Tensor | None, now_BT: Tensor | None) -> bool:
-    if before_BT is None or now_BT is None or len(before_BT) != len(now_BT) or before_BT.shape[1] >= now_BT.shape[1]:
-        return False
-    return torch.equal(before_BT, now_BT[:, : before_BT.shape[1]])
 
 
 FINGERPRINT = 4  # number of leading channels of a key that identify it in a later pass

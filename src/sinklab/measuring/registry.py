@@ -14,6 +14,7 @@ sink_K_visible    Sink_K with alpha averaged over the queries that can see the k
                   queries t >= K in every layer, as with causal masks
 sink_first_P      Sink_1 + .. + Sink_P, percent; may exceed 100 if triples have several sinks
 importance_first  alpha of the first position, mean over layers and heads, percent
+highest_rate_except_K  highest sink rate of the positions 1 .. T / 2 other than K, percent; 0 if there are none
 sink_K_to_M       Sink_K + .. + Sink_M, percent
 sink_bias         sink rate of the attention to a bias, sink logit, sink token, registers or the remainder of
                   stick-breaking, percent
@@ -376,9 +377,12 @@ def _kurtosis(m: "Measurement", _: float = 0.0) -> float | None:
 
 
 def _excess(m: "Measurement", _: float) -> float | None:
-    if (said := m.propositions) is None:
+    if (checked := m.propositions) is None:
         return None
-    return max(said.hidden_deviation, said.attention_deviation or 0.0, -(said.bound_slack or 0.0)) / said.tolerance
+    return (
+        max(checked.hidden_deviation, checked.attention_deviation or 0.0, -(checked.bound_slack or 0.0))
+        / checked.tolerance
+    )
 
 
 def _activation(attribute: str) -> "Callable[[Measurement, float], float | None]":
@@ -388,6 +392,9 @@ def _activation(attribute: str) -> "Callable[[Measurement, float], float | None]
 def _score(name: str) -> "Callable[[Measurement, float], float | None]":
     return lambda m, _: (m.scores or {}).get(name)
 
+
+OTHERS = "highest_rate_except_"
+"""Name of the metric of the other positions, without the position."""
 
 HEADS, BLOCKS = "% of heads", "maximum over blocks"
 NAMED = (
@@ -479,6 +486,8 @@ NUMBERED = (
            lambda last, one: _sum_to(one.sink_rate, 1, last)),
     Metric("sink_N_to_N", "Sink rate of tokens {} to {}", "%", 1,
            lambda k, last, one: _sum_to(one.sink_rate, k, last)),
+    Metric(f"{OTHERS}N", "Highest sink rate except at {}", "%", 1,
+           of_run=lambda k, run, at_step: run.highest_rate_except(k, at_step)),
     Metric("sink_1_layer_N", "Sink_1 of layer {}", "%", 1, lambda layer, one: _mean_of_known(_heads(one, layer))),
     Metric("sink_layer_N", "Sequences with a sink head in layer {}", "%", 1,
            lambda layer, one: highest_known(_heads(one, layer))),

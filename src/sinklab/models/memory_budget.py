@@ -110,7 +110,12 @@ def free_bytes(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0] + cached
     if device.type != "cpu":
         return None
-    free_of_groups = [_free(folder, limit) for folder, limit in _limits().items()]
+    free_of_groups = []
+    for folder, limit in _limits().items():
+        if used := _text(folder / "memory.current"):
+            statistics = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+            cached = int(statistics.get("inactive_file", 0))  # cached files can be evicted
+            free_of_groups.append(max(0, limit - int(used) + cached))
     return min((free for free in (_of_machine(), *free_of_groups) if free is not None), default=None)
 
 
@@ -139,14 +144,6 @@ def _limits() -> dict[Path, int]:
     folders = [folder for folder in (own, *own.parents) if folder.is_relative_to(CGROUP)]
     limits = {folder: _text(folder / "memory.max").strip() for folder in folders}
     return {folder: int(limit) for folder, limit in limits.items() if limit.isdigit()}  # "max": no limit
-
-
-def _free(folder: Path, limit: int) -> int | None:
-    used = _text(folder / "memory.current")
-    if not used:
-        return None
-    statistics = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
-    return max(0, limit - int(used) + int(statistics.get("inactive_file", 0)))  # cached files can be evicted
 
 
 def _text(path: Path) -> str:

@@ -2,13 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from sinklab.measuring.registry import METRICS, Evaluation
-from sinklab.report.data import ReportData, ReportedRun, model_label, rates_by_eps
-from sinklab.report.run_table import DEVIATION, over_seeds, run_table
-from sinklab.tables import SINK_1, Table, TableCell, TableColumn, Value, counted, later_sink, table_of
+from sinklab.report.data import DEVIATION, ReportData, ReportedRun, model_label, over_seeds, rates_by_eps, run_table
+from sinklab.tables import (
+    SINK_1,
+    Table,
+    TableCell,
+    TableColumn,
+    Value,
+    counted,
+    later_sink,
+    table_of,
+)
 
 SHOWN = 0.05
 """Minimum sink rate, percent, at which a headline on several models names a sink; lower rates round to 0.0."""
@@ -24,7 +33,13 @@ CellColumn = tuple[TableColumn, Callable[[str], Value]]
 
 def shown_runs(data: ReportData, cell: str) -> list[ReportedRun]:
     """Return the runs of a cell; if none is on disk, one with the medians of the summary."""
-    return data.runs_of(cell) or [ReportedRun.of_summary(cell, data.summary_cells[cell])]
+    if runs := data.runs_of(cell):
+        return runs
+    known = data.summary_cells[cell]
+    ratio = [] if known.hidden_norm_ratio_max is None else [known.hidden_norm_ratio_max]
+    rates = {"sink_rate": known.sink_rate, "sink_rate_bias": known.sink_rate_bias}
+    stored = Evaluation(step=0, valid_loss=known.valid_loss, hidden_norm_ratio=ratio, **rates)
+    return [ReportedRun(Path(), cell, history=[stored])]
 
 
 def spread_over_seeds(data: ReportData, metric: str) -> dict[str, dict[str, Any]]:
@@ -52,7 +67,11 @@ def cells_table(data: ReportData) -> Table:
     rate, loss = (".1f", ".3f") if trained else (".2f", ".4f")
     runs, checkpoints = {cell: shown_runs(data, cell) for cell in data.cells}, data.checkpoints
     seeds = {cell: len(data.runs_of(cell)) or data.summary_cells[cell].seeds for cell in runs}
-    eps = {cell: _eps(data, cell) for cell in runs}
+    eps: dict[str, list[float]] = {}  # of the runs of a cell or, if none is on disk, as in its changes
+    for cell in runs:
+        change = data.summary_cells[cell].change if cell in data.summary_cells else {}
+        known = [run.eps for run in data.runs_of(cell)] or [change.get(key) for key in ("eps", "metric.eps")]
+        eps[cell] = sorted({one for one in known if isinstance(one, float)})
     differing = len({one for found in eps.values() for one in found}) > 1
     by_domain = any(suite.document.domains for suite in data.suites)
     tokens = [one.unit for one in checkpoints.values()][:1] == ["tokens"]
@@ -146,13 +165,6 @@ def progress_of(runs: Sequence[ReportedRun]) -> str:
     return f"({', '.join(unfinished)})" if unfinished else ""
 
 
-def _eps(data: ReportData, cell: str) -> list[float]:
-    """Return the thresholds ε of a cell's runs or, if none is on disk, that in its changes; empty if unknown."""
-    change = data.summary_cells[cell].change if cell in data.summary_cells else {}
-    found = [run.eps for run in data.runs_of(cell)] or [change.get(key) for key in ("eps", "metric.eps")]
-    return sorted({one for one in found if isinstance(one, float)})
-
-
 def headline(data: ReportData) -> list[str]:
     """Return the sentences of the headline: one per sweep whose runs are not listed, then up to three about the runs.
 
@@ -222,9 +234,9 @@ def _main_result(sinks: dict[str, dict[str, Any]], biases: dict[str, dict[str, A
     top = max(biases.items(), key=lambda one: one[1]["value"], default=None)
     if len(sinks) == 1:
         return f"The first token is a sink in {text(rate)} % of the heads."
-    said = f"The sink on the first token is strongest in “{strongest}” ({text(rate)} % of heads)"
+    sentence = f"The sink on the first token is strongest in “{strongest}” ({text(rate)} % of heads)"
     if rate["value"] < SHOWN:
-        said = "No model has a sink on the first token"
+        sentence = "No model has a sink on the first token"
     if top and top[1]["value"] >= SHOWN:
-        said += f"; the strongest sink on a bias is in “{top[0]}” ({text(top[1])} % of heads)"
-    return said + "."
+        sentence += f"; the strongest sink on a bias is in “{top[0]}” ({text(top[1])} % of heads)"
+    return sentence + "."

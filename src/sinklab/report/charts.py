@@ -15,7 +15,7 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from sinklab.report import theme
+from sinklab.report import html as theme
 from sinklab.tables import PlotAxis, Table
 
 ChartRows = Sequence[Mapping[str, Any]]
@@ -505,7 +505,10 @@ def _channel(
         settings: dict[str, Any] = {"labelAngle": 0, "labelOverlap": True, "grid": False}
         if not across:
             settings = {"grid": True, "ticks": False, "domain": False, "labelLimit": 0, "labelPadding": 8}
-            settings["labelExpr"] = _in_lines(label_width)
+            # Labels are wrapped, preferably after spaces and `_`.
+            pattern = f"(.{{1,{label_width // LETTER - 1}}}(?:[ _]|$)|.{{{label_width // LETTER}}})"
+            wrapped = f"replace(datum.label, regexp('{pattern}', 'g'), '$1\\n')"
+            settings["labelExpr"] = f"split(trim({wrapped}), '\\n')"
         scale = alt.Scale(domain=list(axis.order))
         return kind(f"{field}:N", title=axis.title or None, scale=scale, axis=alt.Axis(**settings))
     values = [row[name] for row in rows for name in fields if row.get(name) is not None]
@@ -536,12 +539,6 @@ def _channel(
         tickMinStep=1 if axis.whole else alt.Undefined,
     )
     return kind(f"{field}:Q", title=title, scale=alt.Scale(**settings), axis=look)
-
-
-def _in_lines(width: int) -> str:
-    """Return a Vega expression that wraps a label at `width` pixels, preferably after spaces and `_`."""
-    pattern = f"(.{{1,{width // LETTER - 1}}}(?:[ _]|$)|.{{{width // LETTER}}})"
-    return f"split(trim(replace(datum.label, regexp('{pattern}', 'g'), '$1\\n')), '\\n')"
 
 
 def _rules(value: float | None, channel: str) -> list[alt.Chart]:

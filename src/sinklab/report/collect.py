@@ -20,9 +20,9 @@ from sinklab.report.sweeps import Sweep, read_sweep, value_text
 from sinklab.schema import leaves
 from sinklab.survey.suites import FILES, SuiteDocument
 from sinklab.tables import later_sink_text
-from sinklab.train.directory.checkpoint import steps_saved
-from sinklab.train.directory.history import Evaluation, read_history
-from sinklab.train.directory.lock import is_held
+from sinklab.train.checkpoint import steps_saved
+from sinklab.train.lock import is_held
+from sinklab.train.run import Evaluation, read_history
 
 SEED_FOLDER = re.compile(r"seed_(\d+)")
 LOOKED_FOR = "recipe.yaml (a run), measurement.json, assessment.json or summary.json with cells (experiments)"

@@ -22,10 +22,9 @@ from sinklab.report.charts import (
     scale_over,
     scatter,
 )
-from sinklab.report.data import ReportData, ReportedRun, rates_by_eps
+from sinklab.report.data import ReportData, ReportedRun, by_layer, over_seeds, rates_by_eps, run_table
 from sinklab.report.html import caption
 from sinklab.report.measurement_figures import details_figures, importance_figures
-from sinklab.report.run_table import by_layer, over_seeds, run_table
 from sinklab.schema import finite_or_none
 from sinklab.survey.suites import SavedCheckpoint
 from sinklab.tables import SINK_1, PlotAxis

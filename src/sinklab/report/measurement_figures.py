@@ -25,11 +25,11 @@ from sinklab.measuring.statistics import statistic_base as plot_specs
 from sinklab.measuring.statistics.details import STATISTICS, Details
 from sinklab.measuring.statistics.secondary import ALIGNED, ENOUGH, FIRST_FEW, STANDS_OUT
 from sinklab.measuring.statistics.statistic_base import BucketLines, Heatmap, PlotSpec
-from sinklab.report import charts, html, theme
+from sinklab.report import charts, html
+from sinklab.report import html as theme
 from sinklab.report.charts import ChartRows, ColourScale, Drawing, Figure
-from sinklab.report.data import ReportData, ReportedRun
+from sinklab.report.data import ReportData, ReportedRun, averaged, by_layer
 from sinklab.report.result_tables import layers_table, mixing_table, secondary_table
-from sinklab.report.run_table import averaged, by_layer
 from sinklab.tables import SINK_1, PlotAxis, Table, TableColumn, counted, names
 
 SHOWN_POSITIONS = 64

@@ -21,12 +21,12 @@ from sinklab.experiments.sweep.packed import (
     PACKED_FILES,
     RUNS,
     PackedRun,
+    Verified,
     read_packed,
     write_checksums,
     write_packed,
 )
 from sinklab.experiments.sweep.store import MANIFESTS
-from sinklab.experiments.sweep.verifying import Verified
 from sinklab.files import RECIPE, REPORT, check_results, read_mapping, write_text
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData
@@ -36,7 +36,7 @@ from sinklab.report.sections import glance
 from sinklab.report.sweeps import Sweep, origins, remarks_on_counts, with_runs
 from sinklab.schema import leaves
 from sinklab.tables import Table, counted, names
-from sinklab.train.directory.run import read_environment
+from sinklab.train.run import read_environment
 from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 
 CHECKED = (RECIPE, METRICS)
@@ -78,7 +78,12 @@ def pack_sweep(found: ReportData, out: Path) -> Path:
         raise InputError(f"{top} has no finished or failed run to pack; measurements of existing models are not packed")
     _check_keeps_runs(out, packed)
     write_text(out / CHECKSUMS, "")  # after an interruption, the next call recognises its own copy
-    _remove_earlier_copy(out)
+    for path in out.glob(f"*/{RUNS}"):  # the earlier copy is removed; folders with other files are kept
+        if {file.name for file in path.parent.iterdir()} <= set(PACKED_FILES):
+            shutil.rmtree(path.parent)
+    for name, pattern in ((MANIFESTS, "*.json"), (CHARTS, "*.svg")):
+        for path in (out / name).glob(pattern):
+            path.unlink()
     for name, runs in packed.items():
         write_packed(out / name, runs)
     _pack_documents(sweep, out)
@@ -124,16 +129,6 @@ def _check_keeps_runs(out: Path, packed: Mapping[str, Sequence[PackedRun]]) -> N
             f"{out} has {counted(len(before), 'packed run')}, of which the sweep lacks {len(lost)}: choose another "
             f"--pack folder, or add its runs to the sweep first (`sinklab reproduce .. --packed {out}`)"
         )
-
-
-def _remove_earlier_copy(out: Path) -> None:
-    """Remove packed runs, manifests and charts of an earlier copy in `out`; folders with other files are kept."""
-    for path in out.glob(f"*/{RUNS}"):
-        if {file.name for file in path.parent.iterdir()} <= set(PACKED_FILES):
-            shutil.rmtree(path.parent)
-    for name, pattern in ((MANIFESTS, "*.json"), (CHARTS, "*.svg")):
-        for path in (out / name).glob(pattern):
-            path.unlink()
 
 
 def _packed_runs(sweep: Sweep) -> dict[str, list[PackedRun]]:
@@ -252,7 +247,7 @@ def readme(summary: Summary, provenance: Sequence[tuple[str, str]], folder: str)
 
 def _claims(claims: Sequence[JudgedClaim]) -> Table:
     rows = [
-        (claim.said, f"{claim.verdict_said} at {claim.scale}\n{claim.analysis}", claim.full_evidence)
+        (claim.statement, f"{claim.shown_verdict} at {claim.scale}\n{claim.analysis}", claim.full_evidence)
         for claim in claims
         if claim.verdict != "not asked"
     ]
@@ -269,7 +264,7 @@ def _glance(summary: Summary) -> Table | None:
             kind = "" if claim.analysis == "confirmatory" else f", {claim.analysis}"
             ours.append("; ".join(f"{cell} {text}" for cell, text in part.ours) or claim.evidence)
             beside = f"; by mean importance: {other}" if (other := claim.changed_by_importance) else ""
-            verdicts.append(f"{claim.verdict_said} at {claim.scale} ({claim.experiment}.{claim.id}{kind}{beside})")
+            verdicts.append(f"{claim.shown_verdict} at {claim.scale} ({claim.experiment}.{claim.id}{kind}{beside})")
         statement = line.statement
         rows.append(
             (str(line.number), statement.says, statement.paper, "\n".join(ours), "\n".join(verdicts), statement.caveat)

@@ -44,17 +44,17 @@ from sinklab.files import (
     written_aside,
 )
 from sinklab.measuring.answer import answer
-from sinklab.report import charts, theme
+from sinklab.report import charts
+from sinklab.report import html as theme
 from sinklab.report.cells import cells_table, headline
 from sinklab.report.charts import Figure
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun, model_label
 from sinklab.report.figures import figures
 from sinklab.report.html import template_text, templates
-from sinklab.report.leaderboard import leaderboard
 from sinklab.report.measurement_figures import explorers
 from sinklab.report.result_tables import answers_table, assessment_table, suite_tables
-from sinklab.report.sections import experiment_groups, experiment_sections, glance
+from sinklab.report.sections import experiment_groups, experiment_sections, glance, leaderboard
 from sinklab.report.sweep_figures import forests
 from sinklab.report.sweeps import Sweep, origins, remarks_on_counts, subjects_of_claims
 from sinklab.tables import Table
@@ -175,13 +175,13 @@ def lead(data: ReportData) -> list[str]:
     If the only run of the report is a measured model, the answer of its measurement comes first, and only the first
     sentence of the headline is used.
     """
-    said = [
+    answers = [
         (f"{model_label(one.model)}: " if len(data.assessed) > 1 else "") + " ".join(one.answer())
         for one in data.assessed
     ]
     alone = len(data.measured) == len(data.runs) == 1 and not data.runs[0].trained
     measured = answer(data.measured[0][1]) if alone else []
-    return [*measured, *said, *(headline(data)[:1] if alone else headline(data))]
+    return [*measured, *answers, *(headline(data)[:1] if alone else headline(data))]
 
 
 def _boards(sweeps: Sequence[Sweep]) -> list[tuple[Table, Figure | None]]:
@@ -200,14 +200,6 @@ def _page_spec(figure: Figure, chart: charts.Drawing) -> dict[str, Any]:
     if figure.scale:
         spec["layer"][0]["encoding"]["color"]["legend"] = None
     return {key: value for key, value in spec.items() if key not in ("config", "$schema")}
-
-
-def _file_spec(chart: charts.Drawing, width: int) -> dict[str, Any]:
-    """Return a chart's specification for a chart file. Links are removed, because the converter would resolve them."""
-    spec: dict[str, Any] = chart.to_dict(validate=False) | {"width": width, "config": theme.on_paper()}
-    for layer in spec["layer"]:
-        layer.get("encoding", {}).pop("href", None)
-    return spec
 
 
 def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str]) -> list[Path]:
@@ -237,8 +229,11 @@ def export_charts(data: ReportData, out_dir: Path, formats: Sequence[str]) -> li
     for path, _, _ in wanted:
         check_file(path, CHART)
     for path, chart, width in wanted:
+        spec: dict[str, Any] = chart.to_dict(validate=False) | {"width": width, "config": theme.on_paper()}
+        for layer in spec["layer"]:
+            layer.get("encoding", {}).pop("href", None)  # the converter would resolve links
         with written_aside(path) as aside:
-            aside.write_bytes(WRITERS[path.suffix[1:]](_file_spec(chart, width)))
+            aside.write_bytes(WRITERS[path.suffix[1:]](spec))
     return [path for path, _, _ in wanted]
 
 

@@ -13,7 +13,17 @@ from sinklab.measuring.statistics.secondary import FIRST_FEW, SecondarySink, fir
 from sinklab.models.families import ranges_text
 from sinklab.report.data import ReportData, rates_by_eps
 from sinklab.survey.suites import ComparedQuantity
-from sinklab.tables import NOTHING, SINK_1, Table, TableCell, TableColumn, Value, names, numbers, plural
+from sinklab.tables import (
+    NOTHING,
+    SINK_1,
+    Table,
+    TableCell,
+    TableColumn,
+    Value,
+    names,
+    numbers,
+    plural,
+)
 
 POSITIONS = 6  # number of first positions with a row of their own in the table of a measurement
 SHOWN_SINKS = 3  # maximum number of secondary sinks shown at positions 2 to 4, and likewise at later positions

@@ -17,9 +17,8 @@ from sinklab.experiments.paper import statements
 from sinklab.experiments.verdicts.wording import number
 from sinklab.measuring.registry import METRICS, Evaluation, Metric
 from sinklab.report.charts import STEPS, Drawing, Figure, dots, lines, scatter
-from sinklab.report.data import ReportedRun
+from sinklab.report.data import ReportedRun, run_table
 from sinklab.report.html import caption
-from sinklab.report.run_table import run_table
 from sinklab.report.sweeps import Sweep, quantity_of
 from sinklab.tables import NOTHING, SINK_1, PlotAxis, Table, TableColumn, names
 

@@ -27,12 +27,11 @@ from sinklab.experiments.documents import (
 )
 from sinklab.experiments.quantities import ClaimSubject, quantity
 from sinklab.experiments.sweep.packed import RECIPES, RUNS, is_packed, read_packed, unpack
-from sinklab.experiments.verdicts.counts import ONE_MAY_DEVIATE
+from sinklab.experiments.verdicts.kinds import ONE_MAY_DEVIATE
 from sinklab.files import parse_yaml
 from sinklab.measuring.registry import Metric
 from sinklab.tables import Table, TableCell, TableColumn, Value, counted, later_sink_text, names, number_text
-from sinklab.train.directory.history import Evaluation, read_history
-from sinklab.train.directory.run import read_environment
+from sinklab.train.run import Evaluation, read_environment, read_history
 
 PROVENANCE = ("recipe.yaml", "measurement.json")
 COMMIT_DIGITS = 10
@@ -275,7 +274,7 @@ def claims_table(claims: Sequence[JudgedClaim]) -> Table:
     rows = []
     for claim in claims:
         scale = f" at {claim.scale}" if claim.scale and claim.replicate == "seed" else ""
-        rows.append((TableCell(claim.verdict_said + scale, tone=claim.verdict), claim.said, claim.full_evidence))
+        rows.append((TableCell(claim.shown_verdict + scale, tone=claim.verdict), claim.statement, claim.full_evidence))
     return Table(": ".join(filter(None, ("Claims", "; ".join(kinds)))), names("Verdict", "Claim", "Evidence"), rows)
 
 
@@ -284,7 +283,7 @@ def subjects_of_claims(claims: Sequence[JudgedClaim]) -> str:
 
     README.md of packed results does not have these sentences (`remarks_on_counts`).
     """
-    said = []
+    sentences = []
     for kind, subjects in counts_by_subject(claims).items():
         if len(subjects) < 2:
             continue
@@ -297,8 +296,8 @@ def subjects_of_claims(claims: Sequence[JudgedClaim]) -> str:
         (first, *others), total = totals.values(), sum(totals.values())
         listed = [f"{first} {verb} {parts[0]}", *map(" ".join, zip(map(str, others), parts[1:], strict=True))]
         of = f"{kind} claims".strip()
-        said.append(f"Of the {total} {of}, {', '.join(listed[:-1])} and {listed[-1]}.")
-    return " ".join(said)
+        sentences.append(f"Of the {total} {of}, {', '.join(listed[:-1])} and {listed[-1]}.")
+    return " ".join(sentences)
 
 
 def remarks_on_counts(claims: Sequence[JudgedClaim]) -> str:
@@ -319,11 +318,13 @@ def importance_of_claims(claims: Sequence[JudgedClaim]) -> str:
     if not both:
         return ""
     changed = Counter((before, after) for before, after in both if before != after)
-    said = " and ".join(f"from {before} to {after} for {count}" for (before, after), count in sorted(changed.items()))
+    changes = " and ".join(
+        f"from {before} to {after} for {count}" for (before, after), count in sorted(changed.items())
+    )
     compared = f"{len(both)} confirmatory claims compare" if len(both) > 1 else "One confirmatory claim compares"
     return (
         f"{compared} Sink_1 between cells. By the mean importance of the first token "
-        f"instead, which has no threshold, {f'the verdict changes {said}' if said else 'no verdict changes'}."
+        f"instead, which has no threshold, {f'the verdict changes {changes}' if changes else 'no verdict changes'}."
     )
 
 

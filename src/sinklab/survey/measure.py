@@ -146,13 +146,6 @@ class ReadTokens:
     notes: list[str]
 
 
-def check_measurable(model: Model, request: Request) -> None:
-    """Raise InputError if the sequences exceed the model's context, or a change of positions does not fit the model."""
-    check_length(request.length, model.adapter.limit)
-    with changed_positions(model.adapter, request.study):
-        pass
-
-
 def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens:
     """Build the input sequences of a measurement: from the text, or random or repeated tokens.
 
@@ -185,7 +178,10 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
         rows = inputs.drawn_text(text, encode, draw=request.seed, **wanted)
     else:
         rows = inputs.natural_text(text, encode, fewer=request.fewer, **wanted)
-    written_NT, sizes_NT = inputs.token_rows(rows), inputs.sizes_of(rows)
+    written_NT, sizes_NT = inputs.token_rows(rows), None
+    sizes = [[*(0 for _ in row.prefix), *row.ids.sizes] for row in rows if isinstance(row.ids, inputs.Spelled)]
+    if len(sizes) == len(rows):
+        sizes_NT = torch.tensor(sizes)
     special = {len(row.prefix) for row in rows}
     bos_tokens = special.pop() if len(special) == 1 else 0
     tokens_NT = model.arrange(written_NT, bos_tokens, request.seed)
@@ -200,21 +196,15 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
     notes = [*conversations.notes(), *counts.notes(), *notes_on_folder(expanded(str(text)))]
     if text == default_text():
         notes.append("the text is that of sinklab, 128 short texts in 11 languages and code: pass yours with --text")
-    return ReadTokens(tokens_NT, sizes_NT, bos_tokens, rows, [*notes, *_special_notes(model, rows)])
-
-
-def _special_notes(model: Model, rows: list[inputs.Encoded]) -> list[str]:
-    """Return notes on sequences whose special tokens are not those that the tokenizer gives, or differ among them."""
-    notes, some = [], sum(bool(row.prefix) for row in rows)
     if doubled := [row for row in rows if row.doubled]:
-        written = "".join(model.token_texts(list(doubled[0].prefix)))
+        special_text = "".join(model.token_texts(list(doubled[0].prefix)))
         notes.append(
-            f"{len(doubled)} of {len(rows)} sequences begin with {written} in the text itself: the tokenizer's special "
-            "tokens were not added to it (tokenizer(text) of transformers adds them)"
+            f"{len(doubled)} of {len(rows)} sequences begin with {special_text} in the text itself: the tokenizer's "
+            "special tokens were not added to it (tokenizer(text) of transformers adds them)"
         )
-    if 0 < some < len(rows):
+    if 0 < (some := sum(bool(row.prefix) for row in rows)) < len(rows):
         notes.append(f"{some} of {len(rows)} sequences begin with BOS, the others do not")
-    return notes
+    return ReadTokens(tokens_NT, sizes_NT, bos_tokens, rows, notes)
 
 
 def measure_loaded(model: Model, text: Path | None, request: Request, progress: Progress | None = None) -> Measurement:
@@ -395,7 +385,9 @@ def measure_all(
             model = open_model(item.model, item.loading, step=item.step, as_transformers=item.as_transformers)
             for other in items:
                 if other.opened_by == item.opened_by:
-                    check_measurable(model, other.request)
+                    check_length(other.request.length, model.adapter.limit)
+                    with changed_positions(model.adapter, other.request.study):  # raises if they do not fit the model
+                        pass
             opened.append((item.opened_by, model))
         return opened[0][1]
 

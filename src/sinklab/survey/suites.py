@@ -32,7 +32,7 @@ from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, ch
 from sinklab.opening import is_run
 from sinklab.schema import ReadDocument, finite_or_none
 from sinklab.survey.measure import Item, Outcome, labels, measure_all, text_hash
-from sinklab.train.directory.checkpoint import steps_saved
+from sinklab.train.checkpoint import steps_saved
 
 StepUnit = Literal["step", "tokens"]
 """Unit of the numbers in checkpoint names."""
@@ -227,21 +227,23 @@ class Survey:
     def document(self) -> dict[str, Any]:
         """Return the content of the suite's file."""
         header, measured = {"schema": 1, **self.header}, self.outcome.measured
-        found = {name: self._checkpoint(name, one) if self.saved else one.document() for name, one in measured.items()}
+        found = {name: one.document() for name, one in measured.items()}
+        if self.saved:
+            found = {
+                name: {
+                    **self.saved[name].model_dump(),
+                    "sink_1": one.sink_rate[0],
+                    "sink_bias": one.sink_rate_bias,
+                    "uniform_ratio": one.uniform_ratio[0],
+                    "loss": one.loss,
+                    "norm_ratio": finite_or_none(max(one.hidden_norm_ratio or [], default=None)),
+                    "by_layer": one.sink_rate_of_heads().mean(1).tolist(),
+                }
+                for name, one in measured.items()
+            }
         if self.kind == "models":
             return {**header, "rows": [row.model_dump() for row in compared_rows(measured)], "models": found}
         return {**header, self.kind: found, "failed": self.outcome.failed}
-
-    def _checkpoint(self, name: str, m: Measurement) -> dict[str, Any]:
-        return {
-            **self.saved[name].model_dump(),
-            "sink_1": m.sink_rate[0],
-            "sink_bias": m.sink_rate_bias,
-            "uniform_ratio": m.uniform_ratio[0],
-            "loss": m.loss,
-            "norm_ratio": finite_or_none(max(m.hidden_norm_ratio or [], default=None)),
-            "by_layer": m.sink_rate_of_heads().mean(1).tolist(),
-        }
 
 
 def compared_rows(measured: Mapping[str, Measurement]) -> list[ComparedQuantity]:

@@ -20,7 +20,7 @@ import torch
 from sinklab.errors import InputError, SinklabError, StoppedError
 from sinklab.files import append_line, write_json
 from sinklab.measuring.registry import recorded
-from sinklab.train.directory.checkpoint import (
+from sinklab.train.checkpoint import (
     TrainState,
     find_checkpoint,
     load_checkpoint,
@@ -28,15 +28,13 @@ from sinklab.train.directory.checkpoint import (
     save_checkpoint,
     step_of,
 )
-from sinklab.train.directory.history import finite, read_metrics, rewrite_metrics
-from sinklab.train.directory.lock import holder, lock_run, remove_if_empty, wait_for_holder
-from sinklab.train.directory.run import Run, establish
 from sinklab.train.evaluator import OTHER_EPS, Evaluator
-from sinklab.train.parallelize import compile_blocks
+from sinklab.train.lock import holder, lock_run, remove_if_empty, wait_for_holder
 from sinklab.train.planning import model_flops, peak_flops
 from sinklab.train.recipe import Recipe
+from sinklab.train.run import Run, establish, finite, read_metrics, rewrite_metrics
 from sinklab.train.update import DivergedError, NotFiniteError, Updater
-from sinklab.train.world import ALONE, World
+from sinklab.train.world import ALONE, World, compile_blocks
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +91,8 @@ class Trainer:
             self.updater = Updater(run, world, self._raise_if_stopped)
             self.evaluator = Evaluator(run, self.updater, self._raise_if_stopped)
             if run.shorter is not None:
-                world.only_first(self._check_shorter)
+                # Before the shorter run is converted, damaged metrics or checkpoints raise an error.
+                world.only_first(lambda: (read_metrics(run.metrics), self._newest_checkpoint()))
             world.only_first(lambda: establish(run, self.updater.compiles_loss))
             self.model, self.optimizer = self.updater.model, self.updater.optimizer
             compile_blocks(self.model, self.recipe.train.compile, self.updater.device)
@@ -107,10 +106,8 @@ class Trainer:
         holding.enter_context(lock_run(self.run.directory))
         holding.callback(remove_if_empty, self.run.directory, is_new)
 
-    def _check_shorter(self) -> None:
-        """Raise an error if the metrics or the checkpoints of the shorter run are damaged, before it is converted."""
-        read_metrics(self.run.metrics)
-        find_checkpoint(self.run.checkpoints, self.updater.model, self.run.hashes)
+    def _newest_checkpoint(self) -> Path | None:
+        return find_checkpoint(self.run.checkpoints, self.updater.model, self.run.hashes)
 
     def _must_all(self, agree: bool, otherwise: str) -> None:
         if self.world.any(not agree):
@@ -214,31 +211,30 @@ class Trainer:
         return self.world.shared_error(DivergedError(message))
 
     def _evaluate(self) -> None:
+        """Evaluate the model, and append a line to metrics.jsonl."""
+        state, options = self.state, self.recipe.train
         with self._updates_done():
-            row = self._row()
+            loss, added = self.evaluator.losses()
+            if not math.isfinite(loss):
+                raise self._diverged(f"training diverged at step {state.step}: the validation loss is {loss}.")
+            row = finite(
+                {
+                    "step": state.step,
+                    "tokens": state.step * options.batch_size * self.recipe.model.context,
+                    "train_loss": state.loss_sum / state.loss_count if state.loss_count else None,
+                    "valid_loss": loss,
+                    **({"valid_added_losses": added} if added else {}),
+                    **recorded(self.evaluator.measure(other_eps=OTHER_EPS, dormant=True)),
+                    "lr": self.updater.rate,
+                    "grad_norm": state.grad_norm if state.step else None,
+                    **self._speed.read(state.step, self.updater.batches.waited),
+                }
+            )
             self.world.only_first(lambda: append_line(self.run.metrics, json.dumps(row)))
-            if self.state.step % self.recipe.train.eval_every == 0:  # a run that extends this one evaluates only there
-                self.state.loss_sum, self.state.loss_count = 0.0, 0
-            self.watch(self.state.step, row)
-        self._speed.begin(self.state.step, self.updater.batches.waited)
-
-    def _row(self) -> dict[str, Any]:
-        """Evaluate the model and return the content of a line of metrics.jsonl."""
-        state, (loss, added) = self.state, self.evaluator.losses()
-        if not math.isfinite(loss):
-            raise self._diverged(f"training diverged at step {state.step}: the validation loss is {loss}.")
-        row = {
-            "step": state.step,
-            "tokens": state.step * self.recipe.train.batch_size * self.recipe.model.context,
-            "train_loss": state.loss_sum / state.loss_count if state.loss_count else None,
-            "valid_loss": loss,
-            **({"valid_added_losses": added} if added else {}),
-            **recorded(self.evaluator.measure(other_eps=OTHER_EPS, dormant=True)),
-            "lr": self.updater.rate,
-            "grad_norm": state.grad_norm if state.step else None,
-            **self._speed.read(state.step, self.updater.batches.waited),
-        }
-        return finite(row)
+            if state.step % options.eval_every == 0:  # a run that extends this one evaluates only there
+                state.loss_sum, state.loss_count = 0.0, 0
+            self.watch(state.step, row)
+        self._speed.begin(state.step, self.updater.batches.waited)
 
     def _save(self) -> None:
         if self._checkpoint is not None and step_of(self._checkpoint) == self.state.step:
@@ -261,7 +257,7 @@ class Trainer:
         """Resume from the newest valid checkpoint and return its folder; None if the run has no checkpoint."""
         run, world = self.run, self.world
         world.only_first(lambda: remove_leftovers(run.checkpoints))
-        checkpoint = world.from_first(lambda: find_checkpoint(run.checkpoints, self.model, run.hashes))
+        checkpoint = world.from_first(self._newest_checkpoint)
         if checkpoint is not None:
             self.updater.state = load_checkpoint(checkpoint, self.model, self.optimizer, world)
         self._unevaluated = self.state.step if world.from_first(self._resume_history) else None

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from sinklab.train.config import AdamW, Muon, OptimConfig, OrthoAdam, ScheduleConfig, Sgd
+from sinklab.train.recipe import AdamW, Muon, OptimConfig, OrthoAdam, ScheduleConfig, Sgd
 
 LONGEST_ROTATED = 4096
 """Longest axis of a parameter whose gradient OrthoAdam rotates; its matrix has this number squared of entries."""

@@ -39,10 +39,9 @@ from sinklab.model.loss import WHOLE
 from sinklab.model.transformer import Transformer
 from sinklab.model.values import ValueGating
 from sinklab.models.memory_budget import total_bytes
-from sinklab.train.config import Muon, Sgd
-from sinklab.train.directory.run import resolved_precision
 from sinklab.train.optim import hidden_matrices
-from sinklab.train.recipe import Recipe
+from sinklab.train.recipe import Muon, Recipe, Sgd
+from sinklab.train.run import resolved_precision
 from sinklab.train.world import World
 
 FORWARD_AND_BACKWARD = 3

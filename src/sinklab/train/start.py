@@ -37,8 +37,8 @@ from sinklab.files import cache_folder
 from sinklab.model.llama import from_llama
 from sinklab.model.transformer import Transformer
 from sinklab.schema import leaves
-from sinklab.train.directory.run import RECIPE, load_run
 from sinklab.train.recipe import Recipe, build_recipe
+from sinklab.train.run import RECIPE, load_run
 
 CHECKPOINT_KEYS = ("layers", "width", "heads", "kv_heads", "ffn_width", "vocab_size", "context")
 CHECKPOINT_KEYS += ("position", "norm", "mixer", "pattern", "projection")

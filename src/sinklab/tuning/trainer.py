@@ -26,8 +26,7 @@ from sinklab.jobs import StepProgress
 from sinklab.model.loss import IGNORED
 from sinklab.models.families import family_of
 from sinklab.survey.api import EVAL_PREFIX, SinkCallback
-from sinklab.tuning.chats import TokenizedChat
-from sinklab.tuning.sft_dataset import SftDataset
+from sinklab.tuning.sft_dataset import SftDataset, TokenizedChat
 from sinklab.tuning.tuned_directory import METRICS, SINK, UPDATES, rows_of, write_rows
 
 

@@ -17,9 +17,9 @@ import yaml
 from sinklab.errors import SinklabError
 from sinklab.experiments.documents import record_of
 from sinklab.signals import INTERRUPTED, PreemptedError, stop_on_signals
-from sinklab.train.directory.history import read_metrics
-from sinklab.train.directory.lock import is_held
+from sinklab.train.lock import is_held
 from sinklab.train.recipe import Recipe, build_recipe
+from sinklab.train.run import read_metrics
 
 Ending = Literal["done", "failed", "stopped", "busy"]
 

@@ -20,15 +20,15 @@ from sinklab.data.prepare import known_vocabulary
 from sinklab.device import pick_device
 from sinklab.errors import SinklabError
 from sinklab.experiments.documents import RunRecord, read_record
-from sinklab.experiments.sweep.engines.local import jobs_here
-from sinklab.experiments.sweep.plan import SweepPlan
+from sinklab.experiments.sweep.local import jobs_here
+from sinklab.experiments.sweep.store import SweepPlan
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 from sinklab.schema import leaves
-from sinklab.train.directory.run import resolved_precision
 from sinklab.train.optim import build_optimizer
 from sinklab.train.planning import FORWARD_AND_BACKWARD, model_flops
 from sinklab.train.recipe import UNHASHED_TRAIN_KEYS, Recipe, load_recipe
+from sinklab.train.run import resolved_precision
 
 TIMED_S = 1.0  # total duration of the timed updates
 MATRICES_S = 0.3

@@ -37,12 +37,11 @@ from sinklab.experiments.sweep.engine import Event, MetricsTail, PlannedRun
 from sinklab.files import parse_json, write_json
 from sinklab.measuring.accumulate import process_peak_mb
 from sinklab.signals import PREEMPTING, stop_on_signals
-from sinklab.train.directory.checkpoint import steps_saved
-from sinklab.train.directory.history import read_history, seconds_spent, timed_intervals
-from sinklab.train.directory.lock import HeldError, lock_run
-from sinklab.train.directory.run import Run, open_run, recorded_hash
+from sinklab.train.checkpoint import steps_saved
+from sinklab.train.lock import HeldError, lock_run
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import Recipe
+from sinklab.train.run import open_run, read_history, recorded_hash, seconds_spent, timed_intervals
 from sinklab.train.update import DivergedError
 from sinklab.train.world import ALONE, World, joined_world
 
@@ -87,7 +86,7 @@ def train_cell(
         recipe = planned.read_recipe()
         if world.size == 1 and (processes := cards_for(recipe)) > 1:
             return train_with_torchrun(planned, processes, watch, should_stop)
-        return _trained(planned, _opened(planned, recipe, world), watch, should_stop, world)
+        return _trained(planned, recipe, watch, should_stop, world)
     except HeldError as error:
         return Event(planned.name, "busy", message=str(error))
     except StoppedError:  # stopped while the model was built, or before a finished run was recorded
@@ -113,8 +112,10 @@ def _recorded_without_checkpoint(planned: PlannedRun) -> bool:
     return True
 
 
-def _opened(planned: PlannedRun, recipe: Recipe, world: World) -> Run:
-    """Prepare the data, and return the opened run; raise InputError if its hash is not the planned one."""
+def _trained(
+    planned: PlannedRun, recipe: Recipe, watch: Callable[[Event], None], should_stop: Callable[[], bool], world: World
+) -> Event:
+    """Prepare the data, and train the run; raise InputError if its hash is not the planned one."""
     dataset = world.on_all_ranks(lambda: prepared(recipe.data))
     run = world.on_all_ranks(lambda: open_run(recipe, dataset, planned.directory))
     if run.hash != planned.hash:
@@ -124,12 +125,6 @@ def _opened(planned: PlannedRun, recipe: Recipe, world: World) -> Run:
                 f"{recipe.data.source} differs here or was changed since, or the version of sinklab differs"
             )
         )
-    return run
-
-
-def _trained(
-    planned: PlannedRun, run: Run, watch: Callable[[Event], None], should_stop: Callable[[], bool], world: World
-) -> Event:
     memory = _PeakMemory(world.device(run.recipe.train.device))
 
     def report(step: int, row: dict[str, Any] | None) -> None:

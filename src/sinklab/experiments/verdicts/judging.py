@@ -1,35 +1,39 @@
 """Judge the claims of an experiment on the runs of its cells (docs/verdicts.md)."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from statistics import fmean, stdev
 from typing import Any
 
 from scipy.special import stdtrit
 
 from sinklab.experiments.claims import (
-    All,
     Check,
     Claim,
     Differs,
     Diverges,
     Monotone,
-    OverSubjects,
-    PeakAt,
     QuantityClaim,
     SingleCheck,
     Undecidable,
+    Within,
     parts_of,
 )
 from sinklab.experiments.definition import PAPER_SCALES, Experiment, Precondition
-from sinklab.experiments.documents import JUDGED, ExperimentSummary, JudgedClaim, Verdict
+from sinklab.experiments.documents import JUDGED, CellSummary, ExperimentSummary, JudgedClaim, ReplicateKind, Verdict
 from sinklab.experiments.paper import Published
 from sinklab.experiments.quantities import AT_EPS, EMERGED, OTHER_EPS_TEXTS, quantity
-from sinklab.experiments.results import CellResults
-from sinklab.experiments.verdicts.counts import FEWEST, seed_by_seed
-from sinklab.experiments.verdicts.five_seeds import detectable, verdict_of_five
-from sinklab.experiments.verdicts.kinds import Runs, UnmeasuredError, decide
-from sinklab.experiments.verdicts.wording import counted, evidence, number, unit, unmeasured, values_text
+from sinklab.experiments.verdicts.kinds import FEWEST, UnmeasuredError, by_seed, decide, seed_by_seed
+from sinklab.experiments.verdicts.wording import (
+    counted,
+    detectable,
+    evidence,
+    number,
+    unit,
+    unmeasured,
+    values_text,
+    verdict_of_five,
+)
 from sinklab.tables import plural
 
 GROWN = 2.0
@@ -38,11 +42,14 @@ GROWN = 2.0
 ORDER: tuple[Verdict, ...] = ("contradicted", "not run", "no verdict", "inconclusive", "direction only", "reproduced")
 """Precedence of verdicts: the verdict on an `all` check is the first of this list that one of its parts has."""
 
+Cells = defaultdict[str, CellSummary]
+"""The cells of an experiment with their runs, by name; a cell without any run is an empty summary."""
+
 ToJudge = tuple[Experiment, ExperimentSummary, Sequence[Claim | Undecidable]]
 """An experiment at one scale or on given models, its entry in summary.json, and the claims to judge."""
 
 
-def judge(to_judge: ToJudge, results: Mapping[str, CellResults], altered: bool = False) -> list[JudgedClaim]:
+def judge(to_judge: ToJudge, results: Mapping[str, CellSummary], altered: bool = False) -> list[JudgedClaim]:
     """Return the claims of an experiment with their verdicts; cells of other experiments are ignored.
 
     Args:
@@ -50,8 +57,10 @@ def judge(to_judge: ToJudge, results: Mapping[str, CellResults], altered: bool =
             left out.
     """
     experiment, entry, claims = to_judge
-    own = {cell: results[cell].of_seeds(entry.seeds or None) for cell in entry.cells if cell in results}
-    runs, judged = Runs(own, noun=experiment.replicate), []
+    own = {name: results[name] for name in entry.cells if name in results}
+    cells: Cells = defaultdict(CellSummary)
+    cells |= {name: cell.of_seeds(entry.seeds) if entry.seeds else cell for name, cell in own.items()}
+    judged = []
     for one in claims:
         claim = one.claim if isinstance(one, Undecidable) else one
         day = claim.stated or experiment.stated
@@ -73,11 +82,13 @@ def judge(to_judge: ToJudge, results: Mapping[str, CellResults], altered: bool =
             fields["evidence"] = f"{claim.same_as} is not part of these experiments."
         else:
             published = experiment.published if entry.scale in PAPER_SCALES else None
-            compares = any(isinstance(part, Differs) for part in parts_of(claim.check))
+            compares = any(isinstance(part, Differs) and part.than for part in parts_of(claim.check))
             fields["rule"] = "no overlap" if compares else "seed by seed"
             fields["quantity"] = next(iter(claim.check.quantities), "")
             condition = experiment.precondition(claim)
-            fields |= _unmet(claim.check, condition, runs) or _judged_claim(claim.check, runs, published)
+            noun = experiment.replicate
+            unmet = condition and _unmet(claim.check, condition, cells, noun)
+            fields |= unmet or _judged_claim(claim.check, cells, noun, published)
             if _piloted(claim, experiment, entry.scale) and not altered:
                 fields["finds"] = detectable(claim.check, entry.scale)
         if fields.get("verdict") == "no verdict" and not experiment.requests and not altered:
@@ -96,117 +107,88 @@ def _piloted(claim: Claim, experiment: Experiment, scale: str) -> bool:
     return False
 
 
-def _judged_claim(check: Check, runs: Runs, published: Published | None) -> dict[str, Any]:
+def _judged_claim(check: Check, cells: Cells, noun: ReplicateKind, published: Published | None) -> dict[str, Any]:
     """Return verdict, evidence, number of seeds, and the verdicts by other thresholds and by importance.
 
     Args:
         published: the paper's numbers. If one of them disagrees with the runs, a reproduced claim is "direction only"
             (`_beside_published`). None for no comparison.
     """
-    verdict, text, seeds = _judged(check, runs, published)
-    if runs.noun != "seed" and verdict != "not run":
-        numbers = [run for cell in check.cells for run in runs.of(cell)]
+    verdict, text, seeds = _judged(check, cells, noun, published)
+    if noun != "seed" and verdict != "not run":
+        numbers = [run for cell in check.cells for run in cells[cell].numbers]
         read = [run.sequences or 0 for run in numbers]
         each = " to ".join(map(str, dict.fromkeys((min(read), max(read)))))
-        replicates = plural(len({run.seed for run in numbers}), runs.noun)
-        text += f" The replicates are {replicates} {'of' if runs.noun == 'draw' else 'on'} {each} sequences."
-    others = {eps: _at_eps(check, replace(runs, eps=eps)) for eps in OTHER_EPS_TEXTS}
-    return {
-        "verdict": verdict,
-        "evidence": text,
-        "seeds": seeds,
-        "at_eps": {eps: other for eps, other in others.items() if other is not None},
-        "by_importance": _by_importance(check, runs) or "",
-    }
+        replicates = plural(len({run.seed for run in numbers}), noun)
+        text += f" The replicates are {replicates} {'of' if noun == 'draw' else 'on'} {each} sequences."
+    # With a step, or a percentage that has one threshold only, a check has no verdict at another threshold.
+    rates = set(check.quantities) & AT_EPS.keys()
+    others = [quantity(name).unit in ("%", "steps") for name in check.quantities if name not in AT_EPS]
+    at_eps: dict[str, str] = {}
+    if rates and not any(others):
+        by_eps = {eps: _judged(check, cells, noun, eps=eps)[0] for eps in OTHER_EPS_TEXTS}
+        at_eps = {eps: other for eps, other in by_eps.items() if other in JUDGED}
+    # Importance has no threshold, and no sizes, bounds or absence. Cells of existing models may differ in eps only.
+    by_importance = ""
+    if noun == "seed" and isinstance(check, Differs | Monotone) and check.quantities == ("sink_1",):
+        sizes = {"by": None, "times": None, "at_least": None, "at_most": None, "absent": False}
+        update = {"value": "importance_first", **(sizes if isinstance(check, Differs) else {})}
+        other = _judged(check.model_copy(update=update), cells, noun)[0]
+        by_importance = other if other in JUDGED else ""
+    return {"verdict": verdict, "evidence": text, "seeds": seeds, "at_eps": at_eps, "by_importance": by_importance}
 
 
-def _judged(check: Check, runs: Runs, published: Published | None = None) -> tuple[Verdict, str, int]:
+def _judged(
+    check: Check, cells: Cells, noun: ReplicateKind, published: Published | None = None, eps: str | None = None
+) -> tuple[Verdict, str, int]:
     """Return the verdict on a check, the evidence, and the number of seeds (for `all`, the smallest of its parts)."""
-    parts = [_part(part, runs, published) for part in parts_of(check)]
+    parts = [_part(part, cells, noun, published, eps) for part in parts_of(check)]
     verdicts, texts, counts = zip(*parts, strict=True)
-    failed = {cell: count for cell in check.cells if (count := runs.failed(cell)) and runs.of(cell)}
     excluded = [
-        f"Training of {cell} diverged at {plural(count, 'seed')}, which {'is' if count == 1 else 'are'} excluded."
-        for cell, count in ({} if isinstance(check, Diverges) else failed).items()
+        f"Training of {cell} diverged at {plural(failed, 'seed')}, which {'is' if failed == 1 else 'are'} excluded."
+        for cell in (() if isinstance(check, Diverges) else check.cells)
+        if (failed := _failed(cells[cell], noun)) and cells[cell].numbers
     ]
     return next(one for one in ORDER if one in verdicts), " ".join([*texts, *excluded]), min(counts)
 
 
-def _part(check: Check, runs: Runs, published: Published | None) -> tuple[Verdict, str, int]:
-    assert not isinstance(check, All | OverSubjects)
-    if waiting := _missing_runs(check, runs):
-        return "not run", waiting, 0
+def _failed(cell: CellSummary, noun: ReplicateKind) -> int:
+    """Return the number of runs that diverged; 0 for existing models, whose measurements fail for other reasons."""
+    return cell.count("failed") if noun == "seed" else 0
+
+
+def _part(
+    check: SingleCheck, cells: Cells, noun: ReplicateKind, published: Published | None, eps: str | None
+) -> tuple[Verdict, str, int]:
+    missing = [cell for cell in check.cells if not cells[cell].numbers]
+    diverged = {cell: failed for cell in missing if (failed := _failed(cells[cell], noun))}
+    if missing and not (isinstance(check, Diverges) and diverged):
+        texts = [f"Training of {cell} diverged at {plural(failed, 'seed')}." for cell, failed in diverged.items()]
+        waiting = [cell for cell in missing if cell not in diverged]
+        has = "has" if len(waiting) == 1 else "have"
+        texts += [f"{', '.join(waiting)} {has} no finished run."] if waiting else []
+        return "not run", " ".join(texts), 0
     try:
-        finding = decide(check, runs)
+        finding = decide(check, cells, eps)
     except UnmeasuredError as error:
-        return "no verdict", unmeasured(error, runs.noun), 0
-    text = evidence(check, finding, runs.noun)
+        return "no verdict", unmeasured(error, noun), 0
+    text = evidence(check, finding, noun)
     if finding.seeds < FEWEST:
         return "no verdict", text, finding.seeds
-    agrees, beside = _beside_published(check, published, runs) if finding.holds and published else (True, [])
+    agrees, beside = _beside_published(check, published, cells, eps) if finding.holds and published else (True, [])
     holds: Verdict = "reproduced" if finding.size and agrees else "direction only"
     decided: dict[bool | None, Verdict] = {None: "inconclusive", False: "contradicted", True: holds}
     return decided[finding.holds], " ".join([text, *beside]), finding.seeds
 
 
-def _at_eps(check: Check, runs: Runs) -> Verdict | None:
-    """Return the verdict at the threshold `runs.eps`; None if fewer than five seeds recorded the rates at it.
-
-    The result is also None for `peak_at`, for a check without a rate in `AT_EPS`, and for a check that also uses a
-    step, or a percentage that is not in `AT_EPS`.
-    """
-    names = set(check.quantities)
-    others = {name for name in names - AT_EPS.keys() if quantity(name).unit in ("%", "steps")}
-    if not names & AT_EPS.keys() or others or any(isinstance(part, PeakAt) for part in parts_of(check)):
-        return None
-    verdict = _judged(check, runs)[0]
-    return verdict if verdict in JUDGED else None
-
-
-def _by_importance(check: Check, runs: Runs) -> Verdict | None:
-    """Return the verdict on a comparison of Sink_1 if the mean importance of the first token replaces Sink_1.
-
-    The importance has no threshold. Sizes, bounds and absence, which refer to rates, are left out. The result is None
-    for checks other than `greater`, `less`, `rising` and `falling` of Sink_1, for existing models, whose cells may
-    differ in the threshold only, and if fewer than five seeds recorded the importance.
-    """
-    if runs.noun != "seed" or not isinstance(check, Differs | Monotone) or check.value != "sink_1":
-        return None
-    sizes = {"by": None, "times": None, "at_least": None, "at_most": None, "absent": False}
-    left_out = sizes if isinstance(check, Differs) else {}
-    verdict = _judged(check.model_copy(update={"value": "importance_first", **left_out}), runs)[0]
-    return verdict if verdict in JUDGED else None
-
-
-def _missing_runs(check: Check, runs: Runs) -> str:
-    """Return a text that names the cells of a check that have no finished run; empty if every cell has one.
-
-    For `diverges` and `trains`, a diverged run counts as finished.
-    """
-    texts, waiting = [], []
-    for cell in check.cells:
-        failed = runs.failed(cell)
-        if runs.of(cell) or (isinstance(check, Diverges) and failed):
-            continue
-        if failed:
-            texts.append(f"Training of {cell} diverged at {plural(failed, 'seed')}.")
-        else:
-            waiting.append(cell)
-    if waiting:
-        texts.append(f"{', '.join(waiting)} {'has' if len(waiting) == 1 else 'have'} no finished run.")
-    return " ".join(texts)
-
-
-def _unmet(check: Check, condition: Precondition | None, runs: Runs) -> dict[str, Any] | None:
+def _unmet(check: Check, condition: Precondition, cells: Cells, noun: ReplicateKind) -> dict[str, Any] | None:
     """Return why a claim is not judged, if a cell is not known to have what the claim changes; None if it is.
 
     A massive activation is a norm ratio that training at least doubles: after the last block if the claim uses that
     ratio, else the maximum over blocks. A sink is a Sink_1 of at least 10 %.
     """
-    if condition is None:
-        return None
     cell = condition.cell
-    if not runs.of(cell):
+    if not cells[cell].numbers:
         return {"evidence": f"{cell} has no finished run."}
     if condition.needs == "sink":
         name, bound, required = "sink_1", EMERGED, f"requires a sink in {cell}."
@@ -214,32 +196,33 @@ def _unmet(check: Check, condition: Precondition | None, runs: Runs) -> dict[str
         last = any(name.endswith("_last") for name in check.quantities)
         name, bound = "norm_growth_last" if last else "norm_growth", GROWN
         required = f"requires that training at least doubles the norm ratio of {cell}."
-    found = runs.by_seed(cell, name)
-    if not found:
+    values = by_seed(cells[cell], name)
+    if not values:
         text = f"The norm ratio of the untrained model was not recorded for {cell}."
         return {"verdict": "not asked", "evidence": text}
-    held = [value >= bound for value in found.values()]
+    held = [value >= bound for value in values.values()]
     if all(held) or (len(held) >= FEWEST and seed_by_seed(held)):
         return None
-    text = f"The claim {required} {values_text({cell: found}, name, runs.noun)} "
-    text += f"The value is at least {bound:g} at {counted(held, runs.noun)}."
+    text = f"The claim {required} {values_text({cell: values}, name, noun)} "
+    text += f"The value is at least {bound:g} at {counted(held, noun)}."
     return {"verdict": "not asked" if len(held) >= FEWEST else "no verdict", "evidence": text, "seeds": len(held)}
 
 
-def _beside_published(check: SingleCheck, published: Published, runs: Runs) -> tuple[bool, list[str]]:
+def _beside_published(
+    check: SingleCheck, published: Published, cells: Cells, eps: str | None
+) -> tuple[bool, list[str]]:
     """Return whether the paper's numbers lie in the 95 % prediction interval of a new seed (t distribution).
 
     With five seeds, the interval is mean +- 3.04 standard deviations, widened by half a unit of the quantity's last
     decimal. The interval is for a single seed, because a published number comes from one run. The second value has a
     sentence for each number.
     """
-    at_end = isinstance(check, QuantityClaim) and check.at_step is None
-    if not at_end and not isinstance(check, PeakAt):
+    if not isinstance(check, QuantityClaim) or check.at_step or (isinstance(check, Within) and check.before):
         return True, []
     name = check.quantities[0]
     of, texts, agrees = quantity(name), [], True
     for cell in check.cells:
-        value, ours = published.numbers_of(cell).get(name), list(runs.by_seed(cell, name).values())
+        value, ours = published.numbers_of(cell).get(name), list(by_seed(cells[cell], name, eps=eps).values())
         if value is None or len(ours) < FEWEST:
             continue
         rounding = 0.5 * 10.0**-of.decimals  # so that seeds at 0 % do not exclude a printed 0.04 %

@@ -1,15 +1,94 @@
-"""Decide checks on the runs of their cells, one function per class of check; `wording.py` describes the outcomes."""
+"""Decide checks on the runs of their cells by counts of seeds and of pairs of seeds (docs/verdicts.md).
 
-from collections.abc import Mapping, Sequence
+`wording.py` describes the outcomes.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
+
+from scipy.special import betaincinv
 
 from sinklab.experiments import claims
-from sinklab.experiments.documents import ReplicateKind
-from sinklab.experiments.quantities import AT_EPS, AVERAGED, RunNumbers, quantity
-from sinklab.experiments.results import CellResults
-from sinklab.experiments.verdicts.counts import seed_by_seed, separated
-from sinklab.tables import NO_SINK, highest_rate
+from sinklab.experiments.documents import CellSummary
+from sinklab.experiments.quantities import AT_EPS, AVERAGED, quantity
+from sinklab.tables import NO_SINK
+
+FEWEST = 5
+"""Minimum number of replicates (seeds, draws or models) of a verdict."""
+
+ONE_MAY_DEVIATE = 9
+"""Minimum number of replicates at which one may deviate, and at which ranges leave out the two extreme values."""
+
+SEPARATED = 0.004
+"""Maximum one-sided p-value (exact rank sum test) at which two cells differ; 5 seeds above 5 others: p = 1/252."""
+
+
+def seed_by_seed(held: Sequence[bool]) -> bool | None:
+    """Return True if a claim holds at every seed, False if it holds at none, else None.
+
+    With nine seeds or more, one seed may deviate in either case. The caller checks the minimum number of seeds: without
+    seeds, the result is True.
+    """
+    differ, kept = int(len(held) >= ONE_MAY_DEVIATE), sum(held)
+    return True if kept >= len(held) - differ else False if kept <= differ else None
+
+
+def pairs_against(above: Sequence[float], below: Sequence[float]) -> int:
+    """Count the pairs (a, b) of a value of `above` and a value of `below` with a <= b."""
+    return sum(a <= b for a in above for b in below)
+
+
+def separated(above: Sequence[float], below: Sequence[float]) -> bool:
+    """Return True if `above` exceeds `below` in the exact one-sided rank sum test, with p <= SEPARATED.
+
+    A pair of equal values counts as opposing (`pairs_against`).
+    """
+    return rank_sum_p(len(above), len(below), pairs_against(above, below)) <= SEPARATED
+
+
+def rank_sum_p(n: int, m: int, against: int) -> float:
+    """Compute the exact one-sided p-value of the rank sum test, P(U <= against) (Mann and Whitney, 1947).
+
+    U is the number of opposing pairs, in which one of the n values is smaller than one of the m values. Under the null
+    hypothesis, all orderings of the n + m distinct values are equally likely.
+
+    Args:
+        n, m: number of values in the two samples; the alternative hypothesis is that the first sample has the larger
+            values.
+        against: number of opposing pairs, 0 to n m.
+    """
+    counts = [1] + against * [0]  # orderings by number of opposing pairs
+    for size in range(1, n + 1):  # factors (1 - q^(m + size)) / (1 - q^size) of the Gaussian binomial coefficient
+        for u in range(against, m + size - 1, -1):
+            counts[u] -= counts[u - m - size]
+        for u in range(size, against + 1):
+            counts[u] += counts[u - size]
+    return sum(counts) / math.comb(n + m, n)
+
+
+def share_interval(kept: int, seeds: int) -> tuple[float, float]:
+    """Return the ends of the exact 95 % confidence interval of a share (0..1) (Clopper and Pearson, 1934).
+
+    The share is observed as k = `kept` of n = `seeds`. B(p; a, b) is the p-quantile of a beta distribution: the lower
+    end is B(0.025; k, n - k + 1), or 0 if k = 0; the upper end is B(0.975; k + 1, n - k), or 1 if k = n.
+    """
+    low = 0.0 if kept == 0 else float(betaincinv(kept, seeds - kept + 1, 0.025))
+    high = 1.0 if kept == seeds else float(betaincinv(kept + 1, seeds - kept, 0.975))
+    return low, high
+
+
+def middle_and_ends(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return median, minimum and maximum of the values, one per seed.
+
+    With nine values or more, the second smallest and the second largest value replace minimum and maximum.
+    """
+    drop = int(len(values) >= ONE_MAY_DEVIATE)
+    rising = sorted(values)
+    return median(values), rising[drop], rising[len(rising) - 1 - drop]
+
 
 Values = Mapping[str, Mapping[int, float]]
 """Values of a check's quantity by cell and seed."""
@@ -38,7 +117,7 @@ class Finding:
         holds: True if the check holds, apart from the requirements of `size`; False if it is contradicted; else None.
         seeds: number of replicates with values. For two unpaired cells, the smaller of their numbers; for paired cells,
             the number of replicates with values in all cells.
-        values: values by cell and seed; for `appears` and `precedes`, by step or quantity and seed.
+        values: values by cell and seed; for `before`, by step and seed; for `than_value`, by quantity and seed.
         held: for each statement of the evidence, whether it is true, by seed.
         size: False if the check also requires a size, bound, absence or rate that does not hold; else True.
         opposite: for a slope, pairs of neighbouring cells that are separated in the opposite direction.
@@ -54,81 +133,62 @@ class Finding:
     repeated: bool = False
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Runs on which a check is evaluated.
+def by_seed(cell: CellSummary, name: str, at_step: int | None = None, eps: str | None = None) -> dict[int, float]:
+    """Return the value of a quantity by seed (`RunNumbers.value`); seeds without a value are omitted.
 
-    Attributes:
-        results: results of the runs by cell.
+    Args:
         eps: threshold of the sink rates in `AT_EPS`, one of `OTHER_EPS_TEXTS`; default: the recipe's threshold.
-        noun: unit of replication in the evidence: seed, draw or model.
     """
-
-    results: Mapping[str, CellResults]
-    eps: str | None = None
-    noun: ReplicateKind = "seed"
-
-    def of(self, cell: str) -> Sequence[RunNumbers]:
-        """Return the finished runs of a cell, sorted by seed; empty for an unknown cell."""
-        found = self.results[cell].numbers if cell in self.results else ()
-        return sorted(found, key=lambda run: run.seed)
-
-    def failed(self, cell: str) -> int:
-        """Return the number of runs of a cell that diverged; 0 for an unknown cell."""
-        return self.results[cell].failed if cell in self.results else 0
-
-    def by_seed(self, cell: str, name: str, at_step: int | None = None) -> dict[int, float]:
-        """Return the value of a quantity by seed (`RunNumbers.value`); seeds without a value are omitted."""
-        eps = self.eps if name in AT_EPS else None
-        found = {run.seed: run.value(name, at_step, eps) for run in self.of(cell)}
-        return {seed: value for seed, value in found.items() if value is not None}
-
-    def last(self, cell: str, name: str, at_step: int | None = None, count: int = AVERAGED) -> dict[int, list[float]]:
-        """Return the values at the last `count` evaluations up to `at_step`, by seed; seeds without any are omitted."""
-        eps = self.eps if name in AT_EPS else None
-        found = {run.seed: run.evaluations(name, at_step, eps, count) for run in self.of(cell)}
-        return {seed: values for seed, values in found.items() if values}
-
-    def values(self, cells: Sequence[str], name: str, at_step: int | None = None) -> Values:
-        """Return the value of a quantity by cell and seed; raise UnmeasuredError if no seed of a cell has a value."""
-        found = {cell: self.by_seed(cell, name, at_step) for cell in cells}
-        if absent := [cell for cell, values in found.items() if not values]:
-            raise UnmeasuredError(name, at_step, absent)
-        return found
+    values = {run.seed: run.value(name, at_step, eps if name in AT_EPS else None) for run in cell.numbers}
+    return {seed: value for seed, value in values.items() if value is not None}
 
 
-def decide(check: claims.SingleCheck, runs: Runs) -> Finding:
-    """Decide a check on the runs of its cells; raise UnmeasuredError if a cell has no values."""
+def decide(check: claims.SingleCheck, cells: Mapping[str, CellSummary], eps: str | None = None) -> Finding:
+    """Decide a check on the runs of its cells; raise UnmeasuredError if a cell has no values.
+
+    Args:
+        eps: see `by_seed`.
+    """
+    if isinstance(check, claims.Diverges):
+        done, failed = len(cells[check.cell].numbers), cells[check.cell].count("failed")
+        diverges = check.kind == "diverges"
+        held = [diverges] * failed + [not diverges] * done
+        return Finding(seed_by_seed(held), len(held), {}, [held])
+
+    def values(name: str) -> Values:
+        values = {cell: by_seed(cells[cell], name, check.at_step, eps) for cell in check.cells}
+        if absent := [cell for cell in check.cells if not values[cell]]:
+            raise UnmeasuredError(name, check.at_step, absent)
+        return values
+
+    def last(step: int | None, count: int = AVERAGED) -> dict[int, list[float]]:
+        """Return the values of the check's cell at the last evaluations up to a step, by seed."""
+        threshold = eps if check.value in AT_EPS else None
+        read = {run.seed: run.evaluations(check.value, step, threshold, count) for run in cells[check.cells[0]].numbers}
+        return {seed: several for seed, several in read.items() if several}
+
     match check:
+        case claims.Within(before=int()):
+            return _changes(check, last)
         case claims.Within():
-            values = runs.values(check.cells, check.value, check.at_step)
-            held = [_keeps(value, check) for value in values[check.cell].values()]
-            return Finding(seed_by_seed(held), len(held), values, [held])
+            by_cell = values(check.value)
+            held = [_keeps(value, check) for value in by_cell[check.cell].values()]
+            return Finding(seed_by_seed(held), len(held), by_cell, [held])
         case claims.SinkAbsent():
-            values = runs.values(check.cells, check.value, check.at_step)
-            held, repeated = _no_sink(check, runs)
-            return Finding(seed_by_seed(held), len(held), values, [held], repeated=repeated)
+            by_cell, rates = values(check.value), last(check.at_step).values()
+            held = [max(several) < NO_SINK for several in rates]
+            repeated = any(len(several) > 1 for several in rates)
+            return Finding(seed_by_seed(held), len(held), by_cell, [held], repeated=repeated)
+        case claims.Differs(than_value=str(other)):
+            names = (other, check.value) if check.kind == "greater" else (check.value, other)
+            return _differs_within_runs(check, {name: values(name)[check.cell] for name in names})
         case claims.Differs():
-            return _differs(check, runs)
-        case claims.Equal():
-            return _equal(check, runs)
-        case claims.Monotone():
-            return _monotone(check, runs)
-        case claims.PeakAt():
-            return _peak_at(check, runs)
-        case claims.Appears():
-            return _appears(check, runs)
-        case claims.Precedes():
-            first, then = (runs.values(check.cells, name)[check.cell] for name in (check.first, check.then))
-            shared = sorted(set(first) & set(then))
-            held = [first[seed] < then[seed] for seed in shared]
-            pairs = {name: {seed: found[seed] for seed in shared} for name, found in
-                     ((check.first, first), (check.then, then))}  # fmt: skip
-            return Finding(seed_by_seed(held), len(held), pairs, [held])
-        case claims.Diverges():
-            diverges = check.kind == "diverges"
-            held = [diverges] * runs.failed(check.cell) + [not diverges] * len(runs.of(check.cell))
-            return Finding(seed_by_seed(held), len(held), {}, [held])
+            return _differs(check, values(check.value), [*last(check.at_step).values()] if check.absent else [])
+    by_cell = values(check.value)
+    shared = sorted(set.intersection(*map(set, by_cell.values())))
+    if not shared:
+        raise UnmeasuredError(check.value, check.at_step, (), by_cell)
+    return _equal(check, by_cell, shared) if isinstance(check, claims.Equal) else _monotone(check, by_cell, shared)
 
 
 def _keeps(value: float, check: claims.Within | claims.Differs) -> bool:
@@ -136,41 +196,54 @@ def _keeps(value: float, check: claims.Within | claims.Differs) -> bool:
     return above and (check.at_most is None or value <= check.at_most)
 
 
-def _no_sink(check: claims.SinkAbsent | claims.Differs, runs: Runs) -> tuple[list[bool], bool]:
-    """Return whether the sink rate is below 1 % at each of the last evaluations, by seed, and if these are several."""
-    last = runs.last(check.cell, check.value, check.at_step).values()
-    return [max(values) < NO_SINK for values in last], any(len(values) > 1 for values in last)
-
-
 def moved(check: claims.Differs, low: Sequence[float]) -> list[float]:
     """Return the values that the larger ones must exceed: `by` above the smaller values, or `times` them."""
     return [value + (check.by or 0.0) if check.times is None else value * check.times for value in low]
 
 
-def _differs(check: claims.Differs, runs: Runs) -> Finding:
-    values = runs.values(check.cells, check.value, check.at_step)
-    a, b = list(values[check.cell].values()), list(values[check.than].values())
+def _differs(check: claims.Differs, values: Values, last_rates: Sequence[Sequence[float]]) -> Finding:
+    a, b = (list(values[cell].values()) for cell in check.cells)
     high, low = (a, b) if check.kind == "greater" else (b, a)
     holds = True if separated(high, low) else False if separated(low, high) else None
-    size, repeated, statements = [True], False, []
+    size, statements = [True], []
     if check.by is not None or check.times is not None:
         size.append(separated(high, moved(check, low)))
     if check.at_least is not None or check.at_most is not None:
         statements.append([_keeps(value, check) for value in a])
     if check.absent:
-        held, repeated = _no_sink(check, runs)
-        statements.append(held)
+        statements.append([max(rates) < NO_SINK for rates in last_rates])
     size += [seed_by_seed(held) is True for held in statements]
+    repeated = check.absent and any(len(rates) > 1 for rates in last_rates)
     return Finding(holds, min(len(a), len(b)), values, statements, all(size), repeated=repeated)
 
 
-def _paired(check: claims.Equal | claims.Monotone, runs: Runs) -> tuple[Values, list[int]]:
-    """Return the values by cell and seed, and the seeds that have values in all cells."""
-    values = runs.values(check.cells, check.value, check.at_step)
+def _differs_within_runs(check: claims.Differs, values: Values) -> Finding:
+    """Compare two quantities of the same runs, the claimed smaller one first in `values`."""
+    low, high = values.values()
+    shared = sorted(set(low) & set(high))
+    smaller = [low[seed] < high[seed] for seed in shared]
+    bounded = [_keeps(values[check.value][seed], check) for seed in shared]
+    pairs = {name: {seed: by_seed[seed] for seed in shared} for name, by_seed in values.items()}
+    size = seed_by_seed(bounded) is True
+    return Finding(seed_by_seed(smaller), len(shared), pairs, [smaller, bounded], size)
+
+
+def _changes(check: claims.Within, last: Callable[..., dict[int, list[float]]]) -> Finding:
+    """Decide whether the quantity is in the bounds at the step `before`, and not yet at the step `after`."""
+    assert check.before is not None
+    values: dict[int, dict[int, float]] = {}
+    for step in [check.before] if check.after is None else [check.after, check.before]:
+        values[step] = {seed: several[0] for seed, several in last(step, count=1).items()}
+        if not values[step]:
+            raise UnmeasuredError(check.value, step, check.cells)
     shared = sorted(set.intersection(*map(set, values.values())))
-    if not shared:
-        raise UnmeasuredError(check.value, check.at_step, (), values)
-    return values, shared
+    held = [
+        _keeps(values[check.before][seed], check)
+        and (check.after is None or not _keeps(values[check.after][seed], check))
+        for seed in shared
+    ]
+    by_step = {str(step): {seed: by_seed[seed] for seed in shared} for step, by_seed in values.items()}
+    return Finding(seed_by_seed(held), len(held), by_step, [held])
 
 
 def apart(check: claims.Equal, values: Values) -> dict[str, list[float]]:
@@ -180,9 +253,8 @@ def apart(check: claims.Equal, values: Values) -> dict[str, list[float]]:
     return {cell: [values[cell][seed] - values[check.reference][seed] for seed in shared] for cell in others}
 
 
-def _equal(check: claims.Equal, runs: Runs) -> Finding:
+def _equal(check: claims.Equal, values: Values, shared: Sequence[int]) -> Finding:
     """Decide equivalence: at every seed, every other cell must differ from the first by at most the margin."""
-    values, shared = _paired(check, runs)
     differences = apart(check, values).values()
     held = [all(abs(d[at]) <= check.margin for d in differences) for at in range(len(shared))]
     beyond = any(
@@ -191,15 +263,14 @@ def _equal(check: claims.Equal, runs: Runs) -> Finding:
     return Finding(False if beyond else True if seed_by_seed(held) else None, len(shared), values, [held])
 
 
-def _monotone(check: claims.Monotone, runs: Runs) -> Finding:
+def _monotone(check: claims.Monotone, values: Values, shared: Sequence[int]) -> Finding:
     sign = 1 if check.kind == "rising" else -1
-    values, shared = _paired(check, runs)
     middle = (len(check.over) - 1) / 2
 
     def slope(seed: int) -> float:
         """Return the least-squares slope of the values over the ranks of the cells, up to a positive factor."""
-        found = enumerate(values[cell][seed] for cell in check.over)
-        return sum((rank - middle) * value for rank, value in found if rank != middle)
+        ranked = enumerate(values[cell][seed] for cell in check.over)
+        return sum((rank - middle) * value for rank, value in ranked if rank != middle)
 
     held = [sign * slope(seed) > 0 for seed in shared]
     opposite = [
@@ -210,32 +281,3 @@ def _monotone(check: claims.Monotone, runs: Runs) -> Finding:
     holds = seed_by_seed(held)
     opposite = opposite if holds else []
     return Finding(None if opposite else holds, len(shared), values, [held], opposite=opposite)
-
-
-def _peak_at(check: claims.PeakAt, runs: Runs) -> Finding:
-    name = f"sink_{check.position}"
-    values = runs.values(check.cells, name)
-    rates, ahead = values[check.cell], []
-    for run in runs.of(check.cell):
-        if run.seed in rates:
-            positions = range(1, len(run.last.sink_rate) + 1)
-            others = highest_rate([None if k == check.position else run.value(f"sink_{k}") for k in positions])
-            ahead.append(rates[run.seed] > (others[1] if others else 0.0))
-    large = [rate >= check.at_least for rate in rates.values()]
-    return Finding(seed_by_seed(ahead), len(ahead), values, [ahead, large], seed_by_seed(large) is True)
-
-
-def _appears(check: claims.Appears, runs: Runs) -> Finding:
-    rates: dict[int, dict[int, float]] = {}
-    for step in [check.before] if check.after is None else [check.after, check.before]:
-        last = runs.last(check.cell, "sink_1", step, count=1)
-        if not last:
-            raise UnmeasuredError("sink_1", step, check.cells)
-        rates[step] = {seed: one[0] for seed, one in last.items()}
-    shared = sorted(set.intersection(*map(set, rates.values())))
-    held = [
-        rates[check.before][seed] >= check.rate and (check.after is None or rates[check.after][seed] < check.rate)
-        for seed in shared
-    ]
-    values = {str(step): {seed: found[seed] for seed in shared} for step, found in rates.items()}
-    return Finding(seed_by_seed(held), len(held), values, [held])

@@ -1,14 +1,38 @@
-"""The evidence of a claim in sentences. `noun` is the unit of replication: seed, draw or model."""
+"""Sentences about claims: the evidence, effects that five seeds detect with 80 % power, and earlier verdicts.
+
+`noun` is the unit of replication: seed, draw or model.
+
+The effects are computed from the spread over the seeds of pilot runs (pilots.json), and are shown with claims about
+trained cells. The earlier verdicts are those of committed results (committed.json), and are shown with claims that have
+no verdict because of fewer seeds.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib import resources
+from math import sqrt
+from typing import Any
+
+from pydantic import Field
 
 from sinklab.experiments import claims
+from sinklab.experiments.claims import All, Check, Differs, Equal, Monotone, Within
 from sinklab.experiments.documents import ReplicateKind
 from sinklab.experiments.quantities import quantity
-from sinklab.experiments.verdicts.counts import FEWEST, middle_and_ends, pairs_against, share_interval
-from sinklab.experiments.verdicts.kinds import Finding, UnmeasuredError, apart, moved
-from sinklab.measuring.registry import Metric
+from sinklab.experiments.verdicts.kinds import (
+    FEWEST,
+    Finding,
+    UnmeasuredError,
+    apart,
+    middle_and_ends,
+    moved,
+    pairs_against,
+    share_interval,
+)
+from sinklab.files import parse_json
+from sinklab.measuring.registry import OTHERS, Metric
+from sinklab.schema import ReadDocument, VersionedDocument
 from sinklab.tables import NO_SINK, plural
 
 
@@ -90,61 +114,52 @@ def unmeasured(error: UnmeasuredError, noun: ReplicateKind) -> str:
     return f"{quantity(error.name).label}{when} was not measured in {' and '.join(error.cells)}."
 
 
-def evidence(check: claims.SingleCheck, found: Finding, noun: ReplicateKind) -> str:
-    """Return the sentences on what was found for a check."""
-    values = found.values
-    count = counted(found.held[0], noun) if found.held else ""
+def evidence(check: claims.SingleCheck, finding: Finding, noun: ReplicateKind) -> str:
+    """Return the sentences on the outcome of a check."""
+    values = finding.values
+    count = counted(finding.held[0], noun) if finding.held else ""
     match check:
+        case claims.Within(before=int()):
+            of = quantity(check.value)
+            shown = " ".join(
+                f"At the last evaluation up to step {int(step):,}, {values_text({check.cell: rates}, of.name, noun)}"
+                for step, rates in values.items()
+            )
+            when = "between these steps" if check.after is not None else "by this step"
+            if of.name == "sink_1" and check.at_most is None:
+                return f"{shown} The rate reaches {check.at_least:g} % {when} at {count}."
+            return f"{shown} The value becomes {bounds(check, of)} {when} at {count}."
         case claims.Within():
             limits = bounds(check, quantity(check.value))
             return f"{values_text(values, check.value, noun)} The value is {limits} at {count}."
         case claims.SinkAbsent():
-            return f"{values_text(values, check.value, noun)} {_below(check, found, noun)}"
+            return f"{values_text(values, check.value, noun)} {_below(check, finding, noun)}"
+        case claims.Differs(than_value=str()):
+            return _differs_within_runs(check, finding, noun)
         case claims.Differs():
-            return _differs(check, found, noun)
+            return _differs(check, finding, noun)
         case claims.Equal():
-            return _equal(check, found, noun)
+            return _equal(check, finding, noun)
         case claims.Monotone():
             sign = "positive" if check.kind == "rising" else "negative"
             text = f"The slope over the cells in this order is {sign} at {count}."
             text = f"{values_text(values, check.value, noun)} {text}"
-            if not found.opposite:
+            if not finding.opposite:
                 return text
-            steps = " and ".join(f"{one} to {other}" for one, other in found.opposite)
+            steps = " and ".join(f"{one} to {other}" for one, other in finding.opposite)
             return f"{text} From {steps}, the values change in the opposite direction without overlap of the {noun}s."
-        case claims.PeakAt():
-            ahead, large = (counted(held, noun) for held in found.held)
-            return (
-                f"{values_text(values, f'sink_{check.position}', noun)} The rate at position {check.position} is the "
-                f"highest of positions 1 to T / 2 at {ahead}, and at least {check.at_least:g} % at {large}."
-            )
-        case claims.Appears():
-            shown = " ".join(
-                f"At the last evaluation up to step {int(step):,}, {values_text({check.cell: rates}, 'sink_1', noun)}"
-                for step, rates in values.items()
-            )
-            when = "between these steps" if check.after is not None else "by this step"
-            return f"{shown} The rate reaches {check.rate:g} % {when} at {count}."
-        case claims.Precedes():
-            one, other = quantity(check.first), quantity(check.then)
-            both = zip(values[check.first].values(), values[check.then].values(), strict=True)
-            pairs = ", ".join(f"{number(first, one)} and {number(then, other)}" for first, then in both)
-            return (
-                f"Pairs of {check.first} and {check.then} of {check.cell} by {noun}: {pairs}{unit(other)}. "
-                f"{check.first} is smaller than {check.then} at {count}."
-            )
         case claims.Diverges():
             ended = "diverged" if check.kind == "diverges" else "did not diverge"
             return f"Training of {check.cell} {ended} at {count}."
 
 
-def _below(check: claims.SinkAbsent | claims.Differs, found: Finding, noun: ReplicateKind) -> str:
-    each = " at each of the last three evaluations" if found.repeated else ""
-    return f"The rate of {check.cell} is below {NO_SINK:g} %{each} at {counted(found.held[-1], noun)}."
+def _below(check: claims.SinkAbsent | claims.Differs, finding: Finding, noun: ReplicateKind) -> str:
+    each = " at each of the last three evaluations" if finding.repeated else ""
+    return f"The rate of {check.cell} is below {NO_SINK:g} %{each} at {counted(finding.held[-1], noun)}."
 
 
-def _differs(check: claims.Differs, found: Finding, noun: ReplicateKind) -> str:
-    of, cell, than = quantity(check.value), found.values[check.cell], found.values[check.than]
+def _differs(check: claims.Differs, finding: Finding, noun: ReplicateKind) -> str:
+    of, (cell, than) = quantity(check.value), (finding.values[name] for name in check.cells)
     greater = check.kind == "greater"
     a, b = list(cell.values()), list(than.values())
     high, low = (a, b) if greater else (b, a)
@@ -154,7 +169,7 @@ def _differs(check: claims.Differs, found: Finding, noun: ReplicateKind) -> str:
         return f"In {pairs_against(high, below)} of {len(a) * len(b)} pairs of {noun}s, {opposed}."
 
     sentences = [
-        values_text(found.values, check.value, noun),
+        values_text(finding.values, check.value, noun),
         opposing(low),
         difference([cell[seed] - than[seed] for seed in cell if seed in than], of, noun),
     ]
@@ -162,19 +177,140 @@ def _differs(check: claims.Differs, found: Finding, noun: ReplicateKind) -> str:
         size = f"{check.by:g}{step_unit(of)}" if check.by else f"a factor of {check.times:g}"
         sentences.append(opposing(moved(check, low), f" by more than {size}"))
     if check.at_least is not None or check.at_most is not None:
-        count = counted(found.held[0], noun)
+        count = counted(finding.held[0], noun)
         sentences.append(f"The value of {check.cell} is {bounds(check, of)} at {count}.")
     if check.absent:
-        sentences.append(_below(check, found, noun))
+        sentences.append(_below(check, finding, noun))
     return " ".join(sentences)
 
 
-def _equal(check: claims.Equal, found: Finding, noun: ReplicateKind) -> str:
-    of, each = quantity(check.value), values_text(found.values, check.value, noun)
-    differences = apart(check, found.values)
+def _differs_within_runs(check: claims.Differs, finding: Finding, noun: ReplicateKind) -> str:
+    of, position = quantity(check.value), check.value.removeprefix("sink_")
+    low, high = finding.values
+    count, size = (counted(held, noun) for held in finding.held)
+    bounded = "" if check.at_least is None and check.at_most is None else f"{bounds(check, of)} at {size}"
+    if check.kind == "greater" and low == f"{OTHERS}{position}":
+        shown = values_text({check.cell: finding.values[high]}, high, noun)
+        highest = f"The rate at position {position} is the highest of positions 1 to T / 2 at {count}"
+        return f"{shown} {highest}{f', and {bounded}' if bounded else ''}."
+    both = zip(*(finding.values[name].values() for name in (low, high)), strict=True)
+    pairs = ", ".join(f"{number(a, quantity(low))} and {number(b, quantity(high))}" for a, b in both)
+    return (
+        f"Pairs of {low} and {high} of {check.cell} by {noun}: {pairs}{unit(quantity(high))}. {low} is smaller than "
+        f"{high} at {count}.{f' {check.value} is {bounded}.' if bounded else ''}"
+    )
+
+
+def _equal(check: claims.Equal, finding: Finding, noun: ReplicateKind) -> str:
+    of, each = quantity(check.value), values_text(finding.values, check.value, noun)
+    differences = apart(check, finding.values)
     farthest = max(differences, key=lambda cell: max(abs(d) for d in differences[cell]))
-    margin = f"at most {check.margin:g}{step_unit(of)} in magnitude at {counted(found.held[0], noun)}"
+    margin = f"at most {check.margin:g}{step_unit(of)} in magnitude at {counted(finding.held[0], noun)}"
     if len(differences) == 1:
         return f"{each} {difference(differences[farthest], of, noun)} The difference is {margin}."
     what = f"The cell with the largest difference from {check.reference} is {farthest}; its median difference"
     return f"{each} {difference(differences[farthest], of, noun, what)} All differences are {margin}."
+
+
+PILOTS, COMMITTED = "pilots.json", "committed.json"
+
+TWO_CELLS = 3.1
+"""Difference between two cells that five seeds of each detect with 80 % power, in standard deviations."""
+
+ONE_CELL = 1.7
+"""Distance from a bound, or from a cell that is 0 at all seeds, that five seeds detect with 80 % power, in standard
+deviations."""
+
+MARGIN = 2.0
+"""Minimum margin within which five seeds confirm equality with 80 % power, in standard deviations of the difference."""
+
+
+class PilotSpread(ReadDocument):
+    """Spread of a quantity over the seeds of pilot runs, in the quantity's unit.
+
+    Attributes:
+        sd: standard deviation over the seeds of a cell, pooled over the cells.
+        sd_of_difference: standard deviation over the seeds of the difference between two cells at the same seed, pooled
+            over the pairs of cells; None if no two cells have at least two seeds in common.
+        cells: training seeds of the pilot runs by cell.
+    """
+
+    sd: float = Field(ge=0)
+    sd_of_difference: float | None = Field(default=None, ge=0)
+    cells: dict[str, list[int]] = Field(default_factory=dict)
+
+
+class Pilots(VersionedDocument):
+    """pilots.json: spreads by scale and quantity, over seeds that no verdict uses (`benchmarks/pilots.py`)."""
+
+    scales: dict[str, dict[str, PilotSpread]] = Field(default_factory=dict)
+
+
+@cache
+def shipped_pilots() -> Pilots:
+    """Load the shipped pilots.json."""
+    return Pilots.model_validate(_shipped(PILOTS))
+
+
+def detectable(check: Check, scale: str) -> str:
+    """Return a sentence with the smallest effect that five seeds detect with 80 % power, for the kind of a check.
+
+    For `all`, the sentences of its checks are joined. The sentence is empty for checks other than `within`, `greater`,
+    `less`, `equal`, `rising` and `falling`, for comparisons within a run, and if the scale has no pilot runs of the
+    quantity.
+    """
+    if isinstance(check, All):
+        return " ".join(dict.fromkeys(text for part in check.of if (text := detectable(part, scale))))
+    if not isinstance(check, Within | Differs | Equal | Monotone):
+        return ""
+    if (isinstance(check, Differs) and check.than_value) or (isinstance(check, Within) and check.before):
+        return ""
+    found = shipped_pilots().scales.get(scale, {}).get(check.value)
+    if found is None:
+        return ""
+    of = quantity(check.value)
+
+    def size(times: float, sd: float) -> str:
+        return f"{times * sd:.{max(of.decimals, 1)}f}{step_unit(of)}"
+
+    if isinstance(check, Within):
+        return f"Five seeds detect a value {size(ONE_CELL, found.sd)} beyond the bound with 80 % power."
+    if isinstance(check, Equal):
+        sd = found.sd * sqrt(2) if found.sd_of_difference is None else found.sd_of_difference
+        return f"Five seeds confirm equality within a margin of {size(MARGIN, sd)} with 80 % power."
+    sentence = f"Five seeds detect a difference of {size(TWO_CELLS, found.sd)} between two cells with 80 % power"
+    at_zero = isinstance(check, Differs) and of.unit == "%"
+    zero = f", and a difference of {size(ONE_CELL, found.sd)} if one cell is 0 for all seeds" if at_zero else ""
+    return f"{sentence}{zero}."
+
+
+class CommittedVerdict(ReadDocument):
+    """Verdict on a claim by five seeds or more, with the number of seeds and the evidence in sentences."""
+
+    verdict: str
+    seeds: int
+    evidence: str
+
+
+class Committed(VersionedDocument):
+    """committed.json: verdicts by scale and EXPERIMENT.CLAIM, from packed results (`benchmarks/committed.py`)."""
+
+    scales: dict[str, dict[str, CommittedVerdict]] = Field(default_factory=dict)
+
+
+@cache
+def shipped_verdicts() -> Committed:
+    """Load the shipped committed.json."""
+    return Committed.model_validate(_shipped(COMMITTED))
+
+
+def verdict_of_five(scale: str, claim: str) -> str:
+    """Return an earlier verdict on a claim (EXPERIMENT.CLAIM) at a scale, with evidence; empty without one."""
+    found = shipped_verdicts().scales.get(scale, {}).get(claim)
+    if found is None:
+        return ""
+    return f"An earlier sweep with {found.seeds} seeds had the verdict {found.verdict}. {found.evidence}"
+
+
+def _shipped(name: str) -> Any:
+    return parse_json((resources.files("sinklab") / "experiments" / name).read_text("utf-8"))

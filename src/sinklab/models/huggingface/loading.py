@@ -185,7 +185,13 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
     config = source.config()
     if config.is_encoder_decoder:
         raise InputError(f"{name} is an encoder-decoder ({config.model_type}): use a decoder-only language model")
-    _check_packages(name, quantisation(config))
+    method = quantisation(config)
+    needed = () if method is None or method == "gguf" else (*QUANTISATION_PACKAGES.get(method, ()), "accelerate")
+    if missing := [package for package in needed if not list(distributions(name=package))]:
+        raise InputError(
+            f"the weights of {name} are quantised ({method}), for which transformers needs packages that are not "
+            f"installed: pip install {' '.join(missing)}"
+        )
     config.return_dict = True
     config._attn_implementation = None  # its package may be missing, and measurements compute the attention themselves
     given = {} if source.gguf is not None else {"config": config}
@@ -290,20 +296,6 @@ def _model_class(name: str, config: "PretrainedConfig") -> Any:
         )
     bases = MODEL_MAPPING_NAMES.get(config.model_type, ())  # a name, or several
     return AutoModel if architecture in ([bases] if isinstance(bases, str) else bases) else AutoModelForCausalLM
-
-
-def _check_packages(name: str, method: str | None) -> None:
-    """Check that the packages that transformers needs for a quantisation method are installed.
-
-    Raises:
-        InputError: if a package is missing; the message names all missing ones.
-    """
-    needed = () if method is None or method == "gguf" else (*QUANTISATION_PACKAGES.get(method, ()), "accelerate")
-    if missing := [package for package in needed if not list(distributions(name=package))]:
-        raise InputError(
-            f"the weights of {name} are quantised ({method}), for which transformers needs packages that are not "
-            f"installed: pip install {' '.join(missing)}"
-        )
 
 
 @dataclass(frozen=True)
@@ -558,14 +550,14 @@ def advice(error: Exception, place: str, revision: str | None, gguf: str | None)
         revision: requested revision on the hub.
         gguf: architecture of the GGUF file; None for other formats.
     """
-    said = str(error)
-    if "ignore_mismatched_sizes" in said:  # its message refers to a table that is not shown
+    message = str(error)
+    if "ignore_mismatched_sizes" in message:  # its message refers to a table that is not shown
         return "their shapes do not match config.json; use the config and the weights of the same model"
-    if "trust_remote_code" in said:
+    if "trust_remote_code" in message:
         what = "it needs its own code; if you trust its author, use --trust-remote-code"
-    elif "does not recognize this architecture" in said:
+    elif "does not recognize this architecture" in message:
         what = f"transformers {version('transformers')} does not support this model type; try a newer version"
-    elif isinstance(error, ImportError) or "pip install" in said:
+    elif isinstance(error, ImportError) or "pip install" in message:
         what = "install the missing package"
     elif gguf is not None:
         what = f"transformers cannot read this gguf file of architecture {gguf!r}"

@@ -44,7 +44,7 @@ from sinklab.models.hooks import (
     replaced_inputs,
     residual_stream,
 )
-from sinklab.models.huggingface.gates import (
+from sinklab.models.huggingface.forward_passes import (
     GateLayout,
     HiddenKeys,
     find_gates,

@@ -236,7 +236,7 @@ def render_chat(
     conversation = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
         template = tokenizer.get_chat_template()
-        asked = {
+        request = {
             "template": template,
             "messages": conversation,
             "generation_prompt": generation_prompt,
@@ -244,7 +244,7 @@ def render_chat(
             "seconds": SECONDS,
             "characters": CHARACTERS,
         }
-        answer = _PROCESS.ask(json.dumps(asked, default=str))
+        answer = _PROCESS.ask(json.dumps(request, default=str))
         why = answer.get("error")
     except ValueError as error:
         answer, why = {}, cause(error)
@@ -277,9 +277,10 @@ class _Process:
                 raise
             if answer.endswith("\n"):
                 return json.loads(answer)
-            status, said = self._forget(process)
+            status, complaint = self._forget(process)
             if status >= 0:
-                raise SinklabError(f"the process that renders chat templates ended with status {status}: {said[-400:]}")
+                reason = f"ended with status {status}: {complaint[-400:]}"
+                raise SinklabError(f"the process that renders chat templates {reason}")
             if status == -signal.SIGPROF:
                 return {"error": f"it did not end within {SECONDS} seconds of processor time"}
             return {"error": f"the rendering process was ended by {signal.Signals(-status).name}"}
@@ -326,17 +327,17 @@ def serve() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY if hard < 0 else min(MEMORY, hard), hard))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
     for line in sys.stdin:
-        asked = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, asked["seconds"])
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         try:
             (text,), marked = render_jinja_template(
-                conversations=[asked["messages"]],
-                chat_template=asked["template"],
-                add_generation_prompt=asked["generation_prompt"],
-                return_assistant_tokens_mask=MARK.search(asked["template"]) is not None,
-                **asked["special"],
+                conversations=[request["messages"]],
+                chat_template=request["template"],
+                add_generation_prompt=request["generation_prompt"],
+                return_assistant_tokens_mask=MARK.search(request["template"]) is not None,
+                **request["special"],
             )
-            if len(text) > (most := asked["characters"] + REPEATED * len(line)):
+            if len(text) > (most := request["characters"] + REPEATED * len(line)):
                 answer = json.dumps({"error": f"it writes {len(text):,} characters, more than {most:,}"})
             else:
                 answer = json.dumps({"text": text, "marked": marked[0] if marked else []})

@@ -1,7 +1,7 @@
 """Checkpoints: one folder per step, written under a temporary name, checksummed, and renamed when complete.
 
     shard-*.safetensors    weights and optimiser state, one file per process, readable by any number of processes
-                           (tensor_store.py)
+                           (py)
     state.json             `TrainState`, the run hash, and the shape of every tensor
     SHA256SUMS             checksums of the other files in the format of `sha256sum --check`; written last
 
@@ -36,7 +36,6 @@ from torch import Tensor, nn
 
 from sinklab.errors import SinklabError
 from sinklab.files import is_full, sha256_of
-from sinklab.train.directory import checkpoint as tensor_store
 from sinklab.train.world import ALONE, World
 
 STATE, SUMS = "state.json", "SHA256SUMS"
@@ -88,7 +87,7 @@ def save_checkpoint(
     """
     target = folder / f"step_{state.step:08d}"
     aside = folder / f".{target.name}.new"
-    tensors = tensor_store.model_tensors(model) | tensor_store.optimizer_tensors(model, optimizer)
+    tensors = model_tensors(model) | optimizer_tensors(model, optimizer)
     document = {
         "schema": 2,
         "run_hash": run_hash,
@@ -98,7 +97,7 @@ def save_checkpoint(
     try:
         world.only_first(lambda: shutil.rmtree(aside, ignore_errors=True))
         world.only_first(lambda: aside.mkdir(parents=True))
-        tensor_store.write_tensors(aside, tensors, distributed=world.size > 1)
+        write_tensors(aside, tensors, distributed=world.size > 1)
         world.only_first(lambda: _complete(aside, target, document))
     except (OSError, SinklabError) as error:
         if world.is_first:
@@ -194,7 +193,7 @@ def load_weights(checkpoint: Path, model: nn.Module, world: World = ALONE) -> Tr
         SinklabError: if a tensor cannot be read.
         OSError: if state.json cannot be read.
     """
-    tensor_store.read_tensors(checkpoint, tensor_store.model_tensors(model), distributed=world.size > 1)
+    read_tensors(checkpoint, model_tensors(model), distributed=world.size > 1)
     return TrainState(**read_state(checkpoint)["state"])
 
 
@@ -209,18 +208,18 @@ def load_checkpoint(
         SinklabError: if a tensor cannot be read.
         OSError: if state.json cannot be read.
     """
-    stored = [name for name in read_state(checkpoint)["tensors"] if name.startswith(tensor_store.OPTIMIZER)]
+    stored = [name for name in read_state(checkpoint)["tensors"] if name.startswith(OPTIMIZER)]
     if stored:
-        tensor_store.create_optimizer_state(model, optimizer, stored)
-        tensors = tensor_store.optimizer_tensors(model, optimizer)
-        tensor_store.read_tensors(checkpoint, tensors, distributed=world.size > 1)
+        create_optimizer_state(model, optimizer, stored)
+        tensors = optimizer_tensors(model, optimizer)
+        read_tensors(checkpoint, tensors, distributed=world.size > 1)
     return load_weights(checkpoint, model, world)
 
 
 def _complete(aside: Path, target: Path, document: dict[str, Any]) -> None:
     """Write state.json and SHA256SUMS into the temporary folder `aside`, then rename the folder to `target`."""
     try:
-        stored = tensor_store.stored_shapes(aside)
+        stored = stored_shapes(aside)
     except (ValueError, SafetensorError) as error:
         raise SinklabError(f"{error}: a file is corrupt, or the processes see different folders") from error
     if stored != {name: tuple(shape) for name, shape in document["tensors"].items()}:
@@ -282,7 +281,7 @@ def _defect(checkpoint: Path, model: nn.Module, hashes: tuple[str, ...] | None) 
         return f"has no checksum of {STATE}"
     if missing := sorted(sums.keys() - present):
         return f"lacks {missing[0]}"
-    if strange := sorted(name for name in present - sums.keys() if name.endswith(tensor_store.SUFFIX)):
+    if strange := sorted(name for name in present - sums.keys() if name.endswith(SUFFIX)):
         return f"has {strange[0]}, which has no checksum"
     if changed := [name for name, digest in sums.items() if sha256_of(checkpoint / name) != digest]:
         return f"has a corrupt {changed[0]} (checksum mismatch)"
@@ -292,10 +291,10 @@ def _defect(checkpoint: Path, model: nn.Module, hashes: tuple[str, ...] | None) 
         return f"belongs to run {document['run_hash']}, not {hashes[0]}"
     if state.step != step_of(checkpoint):
         return f"contains the state of step {state.step}"
-    found = tensor_store.stored_shapes(checkpoint)
+    found = stored_shapes(checkpoint)
     recorded = {name: tuple(shape) for name, shape in document["tensors"].items()}
-    weights = {name: shape for name, shape in found.items() if name.startswith(tensor_store.MODEL)}
-    wanted = {name: tuple(tensor.shape) for name, tensor in tensor_store.model_tensors(model).items()}
+    weights = {name: shape for name, shape in found.items() if name.startswith(MODEL)}
+    wanted = {name: tuple(tensor.shape) for name, tensor in model_tensors(model).items()}
     for have, expected in ((found, recorded), (weights, wanted)):
         for name in sorted(have.keys() | expected.keys()):
             if name not in have:

@@ -1,4 +1,6 @@
-"""Gates on the attention output of Hugging Face models: the input of o_proj is out * sigmoid(logits).
+"""Forward passes of Hugging Face models: gates that are read, first keys that are hidden, and the loss in pieces.
+
+Gates on the attention output: the input of o_proj is out * sigmoid(logits).
 
 The gate logits, one per head or per channel, are outputs of the query projection, after the queries of each head
 (Qwen3-Next, Qwen3.5) or of each KV head (the models of 2505.06708), or outputs of a separate projection (AFMoE, Step

@@ -36,16 +36,17 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from sinklab.errors import InputError, SinklabError, cause, require_extra
-from sinklab.experiments.sweep.engine import Event, MetricsTail, PlannedRun
+from sinklab.experiments.sweep.engine import Engine, Event, MetricsTail, PlannedRun
+from sinklab.experiments.sweep.local import LocalEngine
 from sinklab.files import append_line, write_text
 from sinklab.schema import Part
 from sinklab.signals import CALL_AGAIN, PREEMPTING, PreemptedError, stop_on_signals
-from sinklab.train.directory.lock import SHOWS_WITHIN_S
+from sinklab.train.lock import SHOWS_WITHIN_S
 
 LARGEST_ARRAY = 1000  # jobs; Slurm's default limit
 SAVES_WITHIN_S = 120  # between SIGUSR1, which requests a checkpoint, and the time limit of a Slurm job
@@ -375,3 +376,44 @@ def train_remotely(run: PlannedRun, folder: Path, threads: int) -> Event:
     if ended.kind == "stopped" and not stop.exists():
         raise PreemptedError
     return ended
+
+
+OptionsOfEngine = TypeVar("OptionsOfEngine", bound=Part)
+
+
+def open_engine(name: str, jobs: int, sweep: Path, settings: Sequence[str] = ()) -> "Engine":
+    """Create the execution engine with this name.
+
+    Args:
+        jobs: number of concurrent runs of the local engine; other engines ignore it.
+        sweep: directory of the sweep, in which slurm and ray create a folder.
+        settings: options of slurm or ray, as KEY=VALUE (`read_options`); the local engine has none.
+
+    Raises:
+        InputError: if an option is invalid, a dependency or command of the engine is missing, or no cluster answers.
+    """
+    if name == "local":
+        if settings:
+            raise InputError(
+                f"--engine-option {settings[0]}: --engine local has no options; set --jobs for the number of "
+                "concurrent runs, or choose --engine slurm or ray"
+            )
+        return LocalEngine(jobs)
+    if name == "slurm":
+        return SlurmEngine(sweep / name, read_options(SlurmOptions, name, settings))
+    return RayEngine(sweep / name, read_options(RayOptions, name, settings))
+
+
+def read_options(kind: type[OptionsOfEngine], engine: str, settings: Sequence[str]) -> OptionsOfEngine:
+    """Return the options of an engine, parsed from KEY=VALUE; of a repeated key, the last value is used.
+
+    Raises:
+        InputError: if a key is unknown or a value invalid; the message lists all keys.
+    """
+    try:
+        return kind.model_validate({key: value for key, _, value in (one.partition("=") for one in settings)})
+    except ValidationError as error:
+        known = ", ".join(kind.model_fields)
+        raise InputError(
+            f"--engine-option {' '.join(settings)}: {cause(error)}; --engine {engine} has the options {known}"
+        ) from error

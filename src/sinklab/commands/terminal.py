@@ -1,11 +1,21 @@
-"""Progress of training runs, data preparation and resumable jobs: bars in a terminal, plain lines otherwise."""
+"""Consoles, texts and tables in a terminal of any width, and the progress of training runs, data preparation and jobs.
 
+Progress is shown as bars in a terminal, and as plain lines otherwise.
+
+Text is wrapped; numbers are not (Rich alone would break 92.47 into 92.4 and 7). Columns that do not fit are printed
+below, with the row names repeated. A word longer than its column, such as a recipe key, is broken after punctuation if
+possible.
+"""
+
+import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -19,13 +29,120 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table as RichTable
+from rich.text import Text
 
-from sinklab.commands.terminal.tables import print_text, printable
-from sinklab.tables import in_brackets, later_sink_text
+from sinklab.tables import Table, in_brackets, later_sink_text
 
 if TYPE_CHECKING:
     from sinklab.experiments.sweep.engine import Event
     from sinklab.jobs import JobEvent
+
+NARROWEST_NAME = 18  # minimum width in characters of a column of wrapped text
+BETWEEN, EDGES = 3, 1  # characters of padding and borders, per column and per table
+TONES = {
+    "reproduced": "bold green",
+    "direction only": "bold cyan",
+    "contradicted": "bold red",
+    "inconclusive": "bold yellow",
+    "no verdict": "yellow",
+    "not asked": "dim",
+    "not run": "dim",
+    "warn": "red",
+}
+
+
+def stderr() -> Console:
+    """Return a rich console on stderr, for all output except results."""
+    return Console(stderr=True, emoji=False)
+
+
+def printable(text: str) -> str:
+    """Replace non-printable characters, including line feeds, by `�`, because names may contain control sequences."""
+    return "".join(character if character.isprintable() else "�" for character in text)
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Print a table with its notes; columns beyond the console width are printed below as further tables."""
+    names, cells, wanted = list(range(table.names)), table.cells(), list[int]()
+    for at, column in enumerate(table.columns):  # the width of the longest line of each column, heading included
+        texts = (f"{text} {cell.note}".strip() for text, cell in (row[at] for row in cells))
+        lines = (line for text in (column.title, column.unit, *texts) for line in printable_lines(text))
+        wanted.append(max(map(cell_len, lines)))
+    least = [min(width, NARROWEST_NAME) if table.columns[at].text else width for at, width in enumerate(wanted)]
+    groups: list[list[int]] = [[]]
+    for column in range(table.names, len(table.columns)):
+        if groups[-1] and EDGES + sum(BETWEEN + least[at] for at in (*names, *groups[-1], column)) > console.width:
+            groups.append([])
+        groups[-1].append(column)
+    for number, group in enumerate(groups):
+        title = "" if number else table.title
+        console.print(_drawn(table, [*names, *group], title, console.width, wanted))
+    for note in table.notes:
+        console.print(printable(note), style="dim", markup=False, highlight=False)
+
+
+def print_text(text: str, console: Console) -> None:
+    """Print a text without wrapping and markup; non-printable characters are replaced, line feeds are kept."""
+    console.print("\n".join(printable_lines(text)), highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def print_notes(notes: Iterable[str], console: Console) -> None:
+    """Print each note or warning on a line of its own."""
+    for note in notes:
+        console.print(Text("note: ", style="yellow"), Text(printable(note)), sep="")
+
+
+def print_title(title: str, console: Console, below: Sequence[str] = ()) -> None:
+    """Print a title, and on the next line the texts of `below`, separated by commas."""
+    console.print(Text(printable(title), style="bold"))
+    if below:
+        console.print(Text(printable(", ".join(below)), style="dim"))
+
+
+def broken(text: str, width: int) -> str:
+    """Return the text with words longer than `width` broken into lines, if possible after punctuation."""
+
+    def lines(word: str) -> Iterator[str]:
+        while len(word) > width:
+            end = max((found.end() for found in re.finditer(r"[_./=,:-]", word[:width])), default=width)
+            yield word[:end]
+            word = word[end:]
+        yield word
+
+    return re.sub(rf"\S{{{width + 1},}}", lambda found: "\n".join(lines(found[0])), text)
+
+
+def printable_lines(text: str) -> list[str]:
+    """Return the lines of a text, with non-printable characters replaced."""
+    return [printable(line) for line in text.split("\n")]
+
+
+def _drawn(table: Table, columns: Sequence[int], title: str, width: int, wanted: Sequence[int]) -> RichTable:
+    heading = Text(printable(title), style="bold") if title else None
+    drawn = RichTable(title=heading, title_justify="left", header_style="bold", box=SIMPLE_HEAD)
+    texts = sorted((at for at in columns if table.columns[at].text), key=wanted.__getitem__)
+    left = width - EDGES - BETWEEN * len(columns) - sum(wanted[at] for at in columns if at not in texts)
+    widths: dict[int, int] = {}
+    for number, at in enumerate(texts):  # short texts in full, long ones equal shares of the remaining width
+        widths[at] = max(1, min(wanted[at], left // (len(texts) - number)))
+        left -= widths[at]
+    for at in columns:
+        column = table.columns[at]
+        head = Text(printable(column.title))
+        if column.unit:
+            head.append(f"\n{printable(column.unit)}", "dim")
+        justify = "left" if column.text else "right"
+        drawn.add_column(head, justify=justify, no_wrap=not column.text, overflow="fold", width=widths.get(at))
+    for row in table.cells():
+        shown = []
+        for at in columns:
+            text, cell = row[at]
+            shown_text = "\n".join(printable_lines(f"{text} {cell.note}".strip()))
+            shown.append(Text(broken(shown_text, widths[at]) if at in widths else shown_text, TONES.get(cell.tone, "")))
+        drawn.add_row(*shown)
+    return drawn
+
 
 SPEAKS_EVERY = 10.0  # minimum seconds between progress lines without a terminal
 BEATS_EVERY = 1.0  # seconds between checks whether a progress line is due
@@ -218,22 +335,26 @@ class RunDisplay(ProgressDisplay):
         self.progress.update(self.whole, completed=sum(self.steps.values()), total=total, latest=shown)
         reached = f"{event.run}: step {event.step}/{self.lengths[event.run]}"
         whole = left if len(self.lengths) == 1 or not left else f"{left} for all"
-        said = "  ".join(filter(None, (reached, latest, ended, whole)))
+        line = "  ".join(filter(None, (reached, latest, ended, whole)))
         if latest and not self.console.is_terminal:
-            self.say(said)
-        self.reach(said)
+            self.say(line)
+        self.reach(line)
 
 
-def describe(row: dict[str, Any]) -> str:
+def numbers_of(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the loss and the sink rates of an evaluation (a line of metrics.jsonl) as text, by name, where known."""
+    rates, visible, bias = row["sink_rate"], row.get("sink_rate_visible"), row["sink_rate_bias"]
+    return {
+        **({} if row["valid_loss"] is None else {"loss": f"{row['valid_loss']:.3f}"}),
+        **({"Sink_1": f"{rates[0]:.1f} %" + in_brackets(later_sink_text(rates))} if rates else {}),
+        **({"over visible queries": f"{visible[0]:.1f} %"} if visible else {}),
+        **({} if bias is None else {"bias": f"{bias:.1f} %"}),
+    }
+
+
+def describe(row: Mapping[str, Any]) -> str:
     """Format validation loss, sink rates and speed of one evaluation (a line of metrics.jsonl) for display."""
-    parts = [
-        f"loss {row['valid_loss']:.3f}",
-        f"Sink_1 {row['sink_rate'][0]:.1f} %" + in_brackets(later_sink_text(row["sink_rate"])),
-    ]
-    if row.get("sink_rate_visible"):
-        parts.append(f"over visible queries {row['sink_rate_visible'][0]:.1f} %")
-    if row["sink_rate_bias"] is not None:
-        parts.append(f"bias {row['sink_rate_bias']:.1f} %")
+    parts = [f"{name} {text}" for name, text in numbers_of(row).items()]
     if row["tokens_per_second"]:
         parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
     if row.get("mfu"):

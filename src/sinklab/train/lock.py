@@ -61,14 +61,18 @@ def one_writer(path: Path | None) -> Iterator[None]:
                     path.parent.rmdir()
 
 
-def is_written(path: Path) -> bool:
-    """Return True if a process holds the lock of `one_writer`; locks held on other machines may be undetectable."""
-    return _is_locked(path.with_name(f"{path.stem}.{LOCK}"))
-
-
 def is_held(directory: Path) -> bool:
     """Return True if a process holds the lock of `lock_run`; locks held on other machines may be undetectable."""
-    return _is_locked(directory / LOCK)
+    import fcntl
+
+    try:
+        with (directory / LOCK).open(encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def holder(directory: Path, name: str = LOCK) -> str:
@@ -97,24 +101,11 @@ def remove_if_empty(directory: Path, is_new: bool) -> None:
                 directory.rmdir()
 
 
-def _is_locked(path: Path) -> bool:
-    import fcntl
-
-    try:
-        with path.open(encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
 def _lock(path: Path, use: str, remedy: str) -> IO[str]:
     """Lock the file at `path`, write process and host into it, and return the open file."""
     import fcntl
 
-    for attempt in range(TRIES):  # `_is_locked` locks briefly, and the file may be removed before it is locked
+    for attempt in range(TRIES):  # `is_held` locks briefly, and the file may be removed before it is locked
         time.sleep(0.02 * (attempt > 0))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
