@@ -50,7 +50,8 @@ def test_what_is_no_model_is_named(given: Any) -> None:
 
 
 def test_a_probe_takes_no_name_of_a_model() -> None:
-    with pytest.raises(InputError, match="the model is a string"), sinklab.probe("gpt2"):
+    name: Any = "gpt2"
+    with pytest.raises(InputError, match="the model is a string"), sinklab.probe(name):
         pass
 
 

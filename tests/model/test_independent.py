@@ -86,8 +86,8 @@ def test_a_chosen_recipe_computes_its_documented_formula(name: str) -> None:
 @pytest.mark.parametrize("name", one_in(10, CHUNKED))
 def test_chunked_computations_agree_over_several_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 5 positions, so that the contexts of 12 to 20 have three or four, most of them with a part of one."""
-    for module in ("delta", "operations.kernel"):
-        monkeypatch.setattr(f"sinklab.attention.{module}.CHUNK", 5)
+    for module in ("model.mixer", "attention.operations.kernel"):
+        monkeypatch.setattr(f"sinklab.{module}.CHUNK", 5)
     recipe = covering_recipe(name)
     assert recipe is not None
     compare(recipe)
