@@ -187,7 +187,7 @@ def test_the_snippet_of_the_readme_runs(data_dir: Path, capsys: pytest.CaptureFi
     (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
     model = data_dir / "models" / "TinyStories-656K"
     exec(snippet.replace("HuggingFaceTB/SmolLM2-135M", str(model)), {})
-    assert "sink on the first token" in capsys.readouterr().out
+    assert "Sink₁" in capsys.readouterr().out
 
 
 def test_what_is_not_run_is_still_shown() -> None:
