@@ -186,8 +186,8 @@ def test_the_slow_commands_of_a_page_run(page: str, desk: Run) -> None:
 def test_the_snippet_of_the_readme_runs(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
     model = data_dir / "models" / "TinyStories-656K"
-    exec(snippet.replace("HuggingFaceTB/SmolLM2-135M", str(model)).replace("layers[12]", "layers[1]"), {})
-    assert re.fullmatch(r"Sink_1: \d+\.\d %\ntensor\(\[.+\]\)\n", capsys.readouterr().out, re.S)
+    exec(snippet.replace("HuggingFaceTB/SmolLM2-135M", str(model)), {})
+    assert "sink on the first token" in capsys.readouterr().out
 
 
 def test_what_is_not_run_is_still_shown() -> None:

@@ -3,6 +3,7 @@
     import sinklab
     result = sinklab.measure("org/model")            # a Measurement: sinks, norms, loss; print(result) sums it up
     result = sinklab.measure(model, tokens)          # of a model in memory, on token ids or on text=[..]
+    sinklab.assess(model, text=[..], parts=["streaming"])    # what it loses without the sink
     with sinklab.probe(model) as watch:              # record the forward passes of a Hugging Face model
         model.generate(...)
     watch.layers[0].importance_BHT                   # alpha of the first attention layer, (batch, head, position)
@@ -21,15 +22,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sinklab.assessing.api import assess
     from sinklab.measuring.measurement import Measurement
     from sinklab.measuring.probe import probe, record_attention, watch_attention
     from sinklab.survey.api import SinkCallback, measure
 
 __version__ = "0.2.0"
-__all__ = ["Measurement", "SinkCallback", "measure", "probe", "record_attention", "register", "watch_attention"]
+__all__ = [
+    "Measurement",
+    "SinkCallback",
+    "assess",
+    "measure",
+    "probe",
+    "record_attention",
+    "register",
+    "watch_attention",
+]
 
 
 _MODULES = {
+    "assess": "sinklab.assessing.api",
     "measure": "sinklab.survey.api",
     "probe": "sinklab.measuring.probe",
     "SinkCallback": "sinklab.survey.api",
@@ -68,9 +80,9 @@ def render_html(measurement: "Measurement") -> str:
     return import_module("sinklab.report.html").html(measurement)
 
 
-def render_text(measurement: "Measurement") -> str:
-    """Return the text of `print(measurement)`, as `sinklab measure` prints it."""
-    return import_module("sinklab.commands.results").measurement_text(measurement)
+def render_text(result: Any) -> str:
+    """Return the text of `print(result)` of a measurement or assessment, as the command prints it."""
+    return import_module("sinklab.commands.results").result_text(result)
 
 
 def __dir__() -> list[str]:

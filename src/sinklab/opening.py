@@ -47,7 +47,7 @@ class Model:
         name: name or path passed to `open_model`; for a model on the hub, followed by its subfolder, if any.
         module: sinklab's Transformer, or a Hugging Face model.
         loading: dtype, device and other options with which the model was loaded.
-        tokenizer: sinklab's tokenizer, or a Hugging Face tokenizer.
+        tokenizer: sinklab's tokenizer, or a Hugging Face tokenizer; None for a model in memory that is given token ids.
         encode: function from text to token ids, without special tokens.
         special: ids of the special tokens that are prepended to plain text by default.
         bos_ids: ids of BOS: that of the tokenizer and, if it differs, that of the config; empty if the model has none.
@@ -128,7 +128,7 @@ class Model:
     def fed(self, tokens_NT: Tensor) -> Fed:
         """Return the first tokens of the first of these sequences."""
         ids = tokens_NT[0, :FED].tolist()
-        return Fed(ids=ids, tokens=self.token_texts(ids))
+        return Fed(ids=ids, tokens=self.token_texts(ids) if self.tokenizer else None)
 
     @property
     def vocabulary_hash(self) -> str:
@@ -208,11 +208,12 @@ def model_files(place: Path) -> str | None:
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
 
-def model_in_memory(model: Any, tokenizer: Any = None) -> Model:
+def model_in_memory(model: Any, tokenizer: Any = None, for_text: bool = True) -> Model:
     """Return the `Model` of a Hugging Face model in memory, which is not changed.
 
     Args:
         tokenizer: Hugging Face tokenizer; default: that of the directory or hub name from which the model was loaded.
+        for_text: False if only token ids are read, so that the tokenizer is optional.
 
     Raises:
         InputError: if it is another model, if `tokenizer` is not a Hugging Face tokenizer, or if it is None and the
@@ -226,7 +227,8 @@ def model_in_memory(model: Any, tokenizer: Any = None) -> Model:
         try:
             tokenizer, notes = load_model_tokenizer(name)
         except InputError as error:
-            raise InputError(f"no tokenizer for the text: {error}; pass `tokenizer`, or token ids") from error
+            if for_text:
+                raise InputError(f"no tokenizer for the text: {error}; pass `tokenizer`, or token ids") from error
     elif not hasattr(tokenizer, "convert_ids_to_tokens"):
         raise InputError(f"`tokenizer` is a {type(tokenizer).__name__}: pass the tokenizer of transformers")
     loaded = Pretrained(model, tokenizer, notes)
@@ -255,8 +257,8 @@ def _of_pretrained(name: str, loaded: Pretrained, loading: Loading) -> Model:
         module=loaded.model,
         tokenizer=loaded.tokenizer,
         encode=pretrained_encode(loaded.tokenizer),
-        special=tuple(default_prefix(loaded.tokenizer)),
-        vocabulary=min(len(loaded.tokenizer), rows),
+        special=tuple(default_prefix(loaded.tokenizer)) if loaded.tokenizer else (),
+        vocabulary=min(len(loaded.tokenizer), rows) if loaded.tokenizer else rows,
         arrange=arrange,
         bos_ids=tuple(dict.fromkeys(one for one in known if isinstance(one, int) and 0 <= one < rows)),
         commit=loaded.commit,

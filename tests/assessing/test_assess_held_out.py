@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import Run, on_one_line
 from made_assessment import assessment
-from tiny_models import tiny_model
 from trained_run import trained_run
 
 from sinklab.assessing.assess_model import Assessment
@@ -25,14 +24,6 @@ def test_a_run_is_read_on_its_validation_tokens(tmp_path: Path, bos: bool) -> No
     tokens_NT = AssessText(open_model(str(directory)), None).sequences(3, 12)
     own = tokens_NT[:, int(bos) :].flatten()
     assert torch.equal(own, torch.tensor(recipe_and_data(directory)[1].valid[: len(own)]).long())
-
-
-def test_a_model_that_is_no_run_needs_a_text(run: Run, tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "gpt2")
-    status, out, err = on_one_line(run)("assess", model, "--out", tmp_path / "a")
-    assert (status, out) == (2, "")
-    assert "--text is required" in err
-    assert not (tmp_path / "a").exists()
 
 
 def test_a_mistyped_run_is_named(run: Run) -> None:

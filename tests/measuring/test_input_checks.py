@@ -50,8 +50,7 @@ def test_what_is_no_model_is_named(given: Any) -> None:
 
 
 def test_a_probe_takes_no_name_of_a_model() -> None:
-    name: Any = "gpt2"
-    with pytest.raises(InputError, match="the model is a string"), sinklab.probe(name):
+    with pytest.raises(InputError, match="the model is a string"), sinklab.probe("gpt2"):  # pyrefly: ignore[bad-argument-type]
         pass
 
 

@@ -162,6 +162,7 @@ def assessment(model: str, cost: float = 0.5, **changes: Any) -> dict[str, Any]:
                 for layer in (1, 2)
             ],
         },
+        "bos": {**read, "with_bos": effect(3 - cost / 2, 0.2)},
         "pruning": {
             **read,
             "total": 20,

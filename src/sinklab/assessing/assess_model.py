@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import Field, SerializeAsAny, SerializerFunctionWrapHandler, model_serializer, model_validator
+from torch import Tensor
 
-from sinklab.assessing.part import AssessPart, AssessText, PartRow
+from sinklab import render_text
+from sinklab.assessing.part import AssessPart, AssessText, GivenTokens, PartRow
 from sinklab.assessing.parts import IN_QUICK, PARTS, USUAL, PartName, known_part
 from sinklab.assessing.reading import PartInput
 from sinklab.assessing.settings import AssessOptions, AssessSettings, settings_for
-from sinklab.data.corpora import documents
+from sinklab.data.corpora import DEFAULT_TEXT_NOTE, default_text, documents
 from sinklab.errors import InputError
 from sinklab.files import parse_json, read_document
 from sinklab.jobs import JobEvent, JobStep, Ledger, Observer, StepProgress, check_request, ignore, run_steps
@@ -70,6 +72,9 @@ class Assessment(VersionedDocument):
         document = handler(self)
         results = document.pop("results")
         return {**document, **{name: results.get(name) for name in PARTS}}
+
+    def __str__(self) -> str:
+        return render_text(self)
 
     def result(self, part: type[OnePart]) -> OnePart:
         """Return the result of a part.
@@ -160,8 +165,8 @@ def comparable(assessments: Mapping[str, Assessment]) -> dict[str, Assessment]:
 
 
 def assess(
-    model: str,
-    text: Path | None,
+    model: str | Model,
+    text: Path | Tensor | None,
     options: AssessOptions,
     *,
     loading: Loading = AS_IT_IS,
@@ -172,9 +177,10 @@ def assess(
     """Assess the cost and benefit of the sink in one model.
 
     Args:
-        model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
+        model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub; or an open model.
         text: a text file, a folder of them, or another source of `documents` such as stdlib, read as one
-            stream; None for the validation text of a run.
+            stream; None for the validation text of a run, and for the text that comes with sinklab otherwise. Or
+            token ids (N, T) of an open model, whose sequences are read as they are.
         options: settings; without `parts`, the default parts (`USUAL`, or `IN_QUICK` with `quick`) that can be run on
             the model.
         loading: options for loading the model.
@@ -196,17 +202,19 @@ def assess(
         SinklabError: if the model cannot be loaded (see `open_model`), `out` cannot be locked, or a loss or KL
             divergence is not finite; the results of finished parts remain saved.
     """
-    check_name(model)
+    if isinstance(model, str):
+        check_name(model)
+    held_out = text is None and is_run(model if isinstance(model, str) else model.name)
+    text = default_text() if text is None and not held_out else text
     parts = sorted(set(map(known_part, options.parts)), key=list(PARTS).index)
     options = options.model_copy(update={"parts": tuple(parts)})
     ledger = Ledger[Assessment](out, ASSESSMENT)
-    if text is not None:
+    if isinstance(text, Path):
         next(documents(str(text)))
-    elif not is_run(model):
-        raise InputError(f"--text is required: {model} is not a run, so it has no validation text")
     skips = where_possible or not options.parts
     with ledger.locked():
-        source = AssessText(open_separable(model, loading), text)
+        opened = open_separable(model, loading)
+        source = GivenTokens(opened, text) if isinstance(text, Tensor) else AssessText(opened, text)
         settings = settings_for(source.model, options)
         inputs = _inputs(source, settings, options, skips)
         found = _so_far(ledger, source, text, settings, options)
@@ -242,22 +250,26 @@ def assess(
         return found
 
 
-def open_separable(name: str, loading: Loading) -> Model:
-    """Load a model, and check that its attention can be edited.
+def open_separable(model: str | Model, loading: Loading) -> Model:
+    """Load a model that is not open yet, and check that its attention can be edited.
 
     Raises:
         InputError, SinklabError: see `open_model` and `Adapter.check_causal`; InputError also if the attention cannot
             be edited.
     """
-    model = open_model(name, loading)
-    model.adapter.check_causal()
-    if why := model.adapter.inseparable():
-        raise InputError(f"{name} cannot be assessed: {why}")
-    return model
+    opened = open_model(model, loading) if isinstance(model, str) else model
+    opened.adapter.check_causal()
+    if why := opened.adapter.inseparable():
+        raise InputError(f"{opened.name} cannot be assessed: {why}")
+    return opened
 
 
 def _so_far(
-    ledger: Ledger[Assessment], text: AssessText, given: Path | None, settings: AssessSettings, options: AssessOptions
+    ledger: Ledger[Assessment],
+    text: AssessText,
+    given: Path | Tensor | None,
+    settings: AssessSettings,
+    options: AssessOptions,
 ) -> Assessment:
     """Load the assessment saved by an earlier call, or create one without results; other settings raise InputError."""
     model, tokens_NT = text.model, text.sequences(settings.sequences, settings.length)
@@ -274,7 +286,7 @@ def _so_far(
         context=model.adapter.context,
         layers=len(model.adapter.blocks),
         asked=parse_json(json.dumps(inputs)),
-        notes=[*_notes(text, settings, options), model.fed(tokens_NT).line()],
+        notes=[*_notes(text, given, settings, options), model.fed(tokens_NT).line()],
     )
     before = ledger.earlier(load_assessment)
     if before is None or ledger.path is None:
@@ -307,7 +319,9 @@ def _inputs(
     return inputs
 
 
-def _notes(text: AssessText, settings: AssessSettings, options: AssessOptions) -> list[str]:
+def _notes(
+    text: AssessText, given: Path | Tensor | None, settings: AssessSettings, options: AssessOptions
+) -> list[str]:
     model, adapter = text.model, text.model.adapter
     notes = [*model.notes]
     if model.step != model.planned_steps:
@@ -319,6 +333,8 @@ def _notes(text: AssessText, settings: AssessSettings, options: AssessOptions) -
             f"quick: {settings.sequences} x {settings.length:,} tokens, {settings.stream_sequences} x "
             f"{settings.stream_length:,} for streaming{without}; for numbers to cite, repeat without --quick",
         )
+    if isinstance(given, Path) and given == default_text():
+        notes.append(DEFAULT_TEXT_NOTE)
     notes += [*text.notes(), *adapter.kinds.notes(), *adapter.kinds.notes_on_hidden_keys()]
     if settings.positions == "text" and options.positions is None:
         notes.append(f"the streaming part uses positions in the text, as {adapter.fixed_positions()}")

@@ -97,6 +97,28 @@ class AssessText:
                 yield encode(f"{document}\n\n")
 
 
+class GivenTokens(AssessText):
+    """A model and token ids (N, T) on which it is assessed, in place of a text."""
+
+    def __init__(self, model: Model, tokens_NT: Tensor) -> None:
+        super().__init__(model, None)
+        self._tokens_NT = model.arrange(tokens_NT, 0, None)
+
+    def sequences(self, most: int, length: int, fewest: int = 1) -> Tensor:
+        """Return the first `length` tokens of `fewest` to `most` sequences.
+
+        Raises:
+            InputError: if there are fewer sequences or tokens.
+        """
+        N, T = self._tokens_NT.shape
+        if fewest > N or length > T:
+            raise InputError(
+                f"a part reads {fewest} sequences of {length:,} tokens, and `tokens` have the shape ({N}, {T}): pass "
+                "more tokens, or shorter sequences (length, stream_length)"
+            )
+        return self._tokens_NT[:most, :length]
+
+
 @dataclass(frozen=True)
 class TextSize:
     """Amount of text that a part reads: at most `sequences` sequences of `length` tokens, and `others` further ones."""

@@ -276,10 +276,10 @@ class PairedReader:
             same_rope = not adapter.depends_on_length(adapter.context, tokens_NT.shape[1])
             whole_NTE = self._read(tokens_NT) if whole and same_rope else None
             self._unchanged_NTE = self._within_context(whole_NTE)
-            self.unchanged = self._against(self._unchanged_NTE)
+            self.unchanged = self.against(self._unchanged_NTE)
             self.passes.read(len(tokens_NT))
             if whole:  # last, as dynamic RoPE in transformers keeps the frequencies of long sequences
-                self.whole = self._against(self._read(tokens_NT) if whole_NTE is None else whole_NTE)
+                self.whole = self.against(self._read(tokens_NT) if whole_NTE is None else whole_NTE)
                 self.passes.read(len(tokens_NT))
 
     def result_fields(self) -> dict[str, Any]:
@@ -314,7 +314,7 @@ class PairedReader:
         """
         hidden_NTE = self.observed(change)
         with evaluating(self.adapter.module):
-            return self._against(hidden_NTE)
+            return self.against(hidden_NTE)
 
     def observed(self, change: Change | None = None) -> Tensor:
         """Return the final hidden states (N, T, E) with changed attention calls, without computing logits."""
@@ -348,7 +348,7 @@ class PairedReader:
         batches = tokens_NT.split(max(1, TOKENS_AT_ONCE // tokens_NT.shape[1]))
         return torch.cat([self.adapter.hidden(tokens_BT.to(self.adapter.device)) for tokens_BT in batches])
 
-    def _against(self, hidden_NTE: Tensor) -> ByPosition:
+    def against(self, hidden_NTE: Tensor) -> ByPosition:
         """Compute the loss of hidden states (N, T, E), and their KL divergence from the unchanged model."""
         first = self.adapter.first_target
         states_RE, before_RE = (x[:, first - 2 : -1].flatten(0, 1) for x in (hidden_NTE, self._unchanged_NTE))

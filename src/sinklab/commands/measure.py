@@ -246,6 +246,46 @@ def assess(
 
 
 @with_options
+def advise(
+    *,
+    model: ModelName,
+    text: Annotated[
+        Path | None, option(INPUT, "Text as in `assess`; default: the text that comes with sinklab.")
+    ] = None,
+    tolerance: Annotated[
+        float, option(INPUT, "Loss in nats per token that a setting may add.", metavar="NATS", min=0.0)
+    ] = 0.01,
+    options: Annotated[AssessOptions, Only("quick", "sequences", "length", "stream_length", "caches", "kept", "seed")],
+    loading: LoadingOptions,
+    out: Annotated[
+        Path | None, option(OUTPUT, "Directory for advice.txt and assessment.json; the same command resumes.")
+    ] = None,
+    full: Annotated[bool, option(OUTPUT, "Also print the numbers that each decision rests on.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Decide how to serve a model: first tokens to keep, BOS, formats of the KV cache, settings of servers.
+
+    Runs the parts streaming, quantisation, kv_cache, kv_formats and bos of `assess`, and compares their losses with the
+    tolerance. The rules are in docs/assess.md.
+
+    Example: sinklab advise MODEL --text chats.jsonl --out advice
+    """
+    from sinklab.assessing.advice import Advice
+    from sinklab.assessing.advice import advise as advise_model
+
+    model = loading.within(model)
+
+    def work(progress: JobProgress) -> Advice:
+        how = loading.on(progress.console)
+        return advise_model(model, text, options, tolerance, loading=how, out=out, observe=progress)
+
+    def show(advice: Advice, console: Console) -> None:
+        print_text(advice.text(full), console)
+
+    run_job(work, f"reading {model} and the text", as_json, show, resumes=out is not None)
+
+
+@with_options
 def evaluate(
     *,
     model: ModelName,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.padding import Padding
@@ -152,10 +152,11 @@ def print_measurement(measurement: "Measurement", console: Console, full: bool =
     print_notes(measurement.notes, console)
 
 
-def measurement_text(measurement: "Measurement") -> str:
-    """Return the text that `print_measurement` prints, in lines of at most 100 characters."""
+def result_text(result: "Measurement | Assessment") -> str:
+    """Return the text that `print_measurement` or `print_assessment` prints, in lines of at most 100 characters."""
     lines = StringIO()
-    print_measurement(measurement, Console(file=lines, width=100))
+    show: Any = print_measurement if hasattr(result, "sink_rate") else print_assessment
+    show(result, Console(file=lines, width=100))
     return lines.getvalue().rstrip()
 
 

@@ -312,6 +312,9 @@ class Fingerprint:
         return other
 
 
+DEFAULT_TEXT_NOTE = "the text is that of sinklab, 128 short texts in 11 languages and code: pass yours with --text"
+
+
 def default_text() -> Path:
     """Return the path of the text that is measured if none is given.
 

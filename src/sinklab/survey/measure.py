@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinklab.data.corpora import default_text, identity
+from sinklab.data.corpora import DEFAULT_TEXT_NOTE, default_text, identity
 from sinklab.data.textfiles import ReadCounts, expanded, notes_on_folder, text_files
 from sinklab.errors import InputError
 from sinklab.files import MEASUREMENT, REPORT, check_results, parse_json, write_json
@@ -195,7 +195,7 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
         )
     notes = [*conversations.notes(), *counts.notes(), *notes_on_folder(expanded(str(text)))]
     if text == default_text():
-        notes.append("the text is that of sinklab, 128 short texts in 11 languages and code: pass yours with --text")
+        notes.append(DEFAULT_TEXT_NOTE)
     if doubled := [row for row in rows if row.doubled]:
         special_text = "".join(model.token_texts(list(doubled[0].prefix)))
         notes.append(

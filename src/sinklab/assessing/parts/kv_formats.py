@@ -236,8 +236,8 @@ class KVFormats(AssessPart):
     question = "In which format can the KV cache be stored?"
     on_request = True
     numbers = (
-        PartNumber("q4_0_added", "KV cache in q4_0, added loss"),
-        PartNumber("q4_0_due_to_sink", "Part of q4_0's added loss that is due to the sink"),
+        PartNumber("cache_q4_added", "KV cache in q4_0, added loss"),
+        PartNumber("cache_q4_due_to_sink", "Part of q4_0's added loss that is due to the sink"),
     )
     layout = PartFigure(
         "Storing the KV cache of one layer",
@@ -307,14 +307,14 @@ class KVFormats(AssessPart):
         yield self.unchanged_row()
         for one in self.formats:
             what, q4_0 = f"{one.name}, {one.bits:.2f} bits", one.name == "q4_0"
-            numbers = ["q4_0_added"] if q4_0 else []
+            numbers = ["cache_q4_added"] if q4_0 else []
             yield self.row(what, one.everything, one.due_said, answer=f"keys and values in {what}", numbers=numbers)
             yield self.row(f"{one.name}, keys only", one.keys)
             yield self.row(f"{one.name}, values only", one.values)
             yield self.row(f"{one.name}, first {self.spared} in full precision", one.without_sink)
             if q4_0:
-                answer, words = "part of the loss in q4_0 due to the sink", "with a cache in q4_0"
-                yield PartRow("", None, one.due_to_sink, answer=answer, gained=words, numbers=["q4_0_due_to_sink"])
+                answer = "part of the loss in q4_0 due to the sink"
+                yield PartRow("", None, one.due_to_sink, answer=answer, numbers=["cache_q4_due_to_sink"])
         for one in self.layers:
             series = (f"{one.name}", f"{one.name}, first {self.spared} exact")
             more = f"KL {one.everything.kl:.2e}, {one.share:.0%} of it due to the sink; {one.due_said}"

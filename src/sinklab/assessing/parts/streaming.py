@@ -18,20 +18,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sinklab.assessing.cache_policies import Kept
 from sinklab.assessing.part import AssessPart, PartFigure, PartNumber, PartRow, TextSize
-from sinklab.assessing.reading import Effect, PartInput, refused
+from sinklab.assessing.reading import Effect, PartInput, refused, standard_error
 from sinklab.assessing.settings import AssessSettings, Placed
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.scores import Score
 from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter
-from sinklab.schema import ReadDocument
+from sinklab.schema import Omitted, ReadDocument
 from sinklab.tables import PlotAxis
 
 
@@ -42,11 +41,14 @@ class CachedReading(Effect):
         cache: number of keys in the cache, including the query's own.
         first: number of first keys kept in the cache.
         perplexity: exp(loss); None for a loss of 700 nats or more.
+        gap_error: standard error of the loss above that with the most first keys kept in a cache of this size; None for
+            that loss itself, for a single block of targets, and in assessments written before 2026-11-28.
     """
 
     cache: int
     first: int
     perplexity: float | None
+    gap_error: Omitted[float] = None
 
 
 class Streaming(AssessPart):
@@ -92,16 +94,25 @@ class Streaming(AssessPart):
     def run(cls, given: PartInput) -> "Streaming":
         """Measure the loss and perplexity for every cache size and every smaller number of first tokens kept."""
         reader, settings = given.reader(), given.settings
-        conditions = [
-            ({"cache": size, "first": first}, RollingCache(size, first, in_cache=settings.positions == "cache"))
-            for size, first in product(settings.caches, settings.kept)
-            if first < size
-        ]
+        cases = [(size, first) for size, first in product(settings.caches, settings.kept) if first < size]
+        given.passes.expect(len(cases) * len(given.tokens_NT))
+        read = {
+            (size, first): reader.under(RollingCache(size, first, in_cache=settings.positions == "cache"))
+            for size, first in cases
+        }
 
-        def reading(loss: float, **fields: Any) -> CachedReading:
-            return CachedReading(loss=loss, perplexity=math.exp(loss) if loss < 700 else None, **fields)
+        def reading(size: int, first: int) -> CachedReading:
+            here, most = read[size, first], read[size, max(kept for cache, kept in cases if cache == size)]
+            effect = here.effect()
+            return CachedReading(
+                **effect.model_dump(),
+                cache=size,
+                first=first,
+                perplexity=math.exp(effect.loss) if effect.loss < 700 else None,
+                gap_error=None if here is most else standard_error(here.loss_NP - most.loss_NP),
+            )
 
-        caches = reader.effects(reading, conditions)
+        caches = [reading(size, first) for size, first in cases]
         return cls(**reader.result_fields(), positions=settings.positions, caches=caches)
 
     def rows(self) -> Iterator[PartRow]:

@@ -1,0 +1,309 @@
+"""`sinklab advise`: settings for serving and quantising a model, decided from its assessment.
+
+Every decision compares losses on the same text with a tolerance in nats per token:
+
+    first tokens     the smallest n whose streaming loss exceeds that of the largest n tried by at most the tolerance,
+                     in every cache size (part `streaming`)
+    BOS              needed if the loss without it exceeds the loss with it by more than the tolerance (`bos`)
+    K and V format   the format with the fewest bits per number whose added loss is at most the tolerance, for keys
+                     alone, values alone, and both (`kv_formats`)
+    layers           those whose keys and values alone, in the fewest bits tried, change the predictions by a divergence
+                     above the tolerance (`kv_formats`)
+    KV heads         the same for a single KV head in 2 bits (`kv_cache`)
+    activations      static int8 scales if they add at most the tolerance more than a scale per token (`quantisation`)
+
+A decision is open (`undecided`) if the standard error of a difference that it rests on exceeds the tolerance.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from sinklab.assessing.assess_model import Assessment, assess, open_separable
+from sinklab.assessing.part import AssessText
+from sinklab.assessing.parts.bos import Bos
+from sinklab.assessing.parts.kv_cache import KVCache
+from sinklab.assessing.parts.kv_formats import BY_LAYER, FORMATS, KVFormats, StoredFormat
+from sinklab.assessing.parts.quantisation import STATIC, Quantisation
+from sinklab.assessing.parts.streaming import Streaming
+from sinklab.assessing.reading import Effect
+from sinklab.assessing.settings import AssessOptions, settings_for
+from sinklab.files import write_text
+from sinklab.jobs import Observer, ignore
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading
+from sinklab.schema import VersionedDocument
+
+ADVICE = "advice.txt"
+PARTS = ("streaming", "quantisation", "kv_cache", "kv_formats", "bos")
+KEPT = (0, 1, 2, 4, 8, 16)
+TOLERANCE = 0.01
+UNDECIDED = "undecided"
+PREFIXES = 4  # maximum number of tokens named for a prefix
+PER_TOKEN = "int8 per token"
+READ = "vLLM 0.25, SGLang and llama.cpp as documented in November 2026, kvpress 0.5"
+"""Versions whose documentation the settings follow."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A decision and the numbers that it rests on.
+
+    Attributes:
+        question: what is decided.
+        answer: the decision in words, or `UNDECIDED`.
+        evidence: the numbers, in a sentence.
+    """
+
+    question: str
+    answer: str
+    evidence: str
+
+
+class Advice(VersionedDocument):
+    """Decisions for serving a model, and the settings of inference servers that follow from them.
+
+    Attributes:
+        model: name of the model.
+        tolerance: largest loss in nats per token that a decision may add.
+        decisions: question, answer and evidence of each decision.
+        servers: settings by server, ready to paste.
+        notes: notes of the assessment.
+    """
+
+    model: str
+    tolerance: float
+    decisions: list[Decision]
+    servers: dict[str, str]
+    notes: list[str]
+
+    def text(self, full: bool = True) -> str:
+        """Return the decisions and the settings as text; with `full`, each decision has its evidence below it."""
+        lines = [f"{self.model}: within {self.tolerance:g} nats per token"]
+        for one in self.decisions:
+            lines.append(f"  {one.question}: {one.answer}")
+            lines += [f"      {one.evidence}"] if full else []
+        lines += [f"{server}:  {setting}" for server, setting in self.servers.items()]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes if full)])
+
+
+def advise(
+    model: str,
+    text: Path | None,
+    options: AssessOptions,
+    tolerance: float = TOLERANCE,
+    *,
+    loading: Loading = AS_IT_IS,
+    out: Path | None = None,
+    observe: Observer = ignore,
+) -> Advice:
+    """Assess a model with the parts that the decisions need, and decide.
+
+    Args:
+        model, text, loading, out, observe: see `assess`; the assessment is saved in `out` and resumed, and
+            the advice is written to advice.txt there.
+        options: settings of the assessment, without `parts`; `kept` defaults to 0, 1, 2, 4, 8 and 16 first tokens.
+        tolerance: largest added loss in nats per token.
+
+    Raises:
+        InputError, SinklabError: see `assess`.
+    """
+    wanted = {"parts": PARTS, "kept": options.kept or KEPT}
+    opened = open_separable(model, loading)
+    settings = settings_for(opened, options.model_copy(update={"parts": PARTS}))
+    kept = tuple(first for first in wanted["kept"] if first < min(settings.caches))
+    wanted["kept"] = kept
+    chosen = options.model_copy(update=wanted)
+    done = assess(opened, text, chosen, loading=loading, out=out, where_possible=True, observe=observe)
+    reading = AssessText(opened, text)
+    tokens_NT = reading.sequences(settings.sequences, settings.length)
+    default_bos = bool(opened.bos_ids) and int(tokens_NT[0, 0]) in opened.bos_ids
+    advice = advice_of(done, tolerance, default_bos, opened.token_texts, tokens_NT)
+    if out is not None:
+        write_text(out / ADVICE, advice.text() + "\n")
+    return advice
+
+
+def advice_of(
+    done: Assessment,
+    tolerance: float,
+    default_bos: bool,
+    token_texts: Callable[[list[int]], list[str]],
+    tokens_NT: Tensor,
+) -> Advice:
+    """Decide from a finished assessment.
+
+    Args:
+        default_bos: whether the tokenizer puts BOS in front of a text.
+        token_texts: function from token ids to their texts.
+        tokens_NT: token ids of the assessed sequences, of which `kv_cache` reads the first.
+    """
+    results = done.results
+    decisions, servers = list[Decision](), dict[str, str]()
+    first: int | None = None
+    if isinstance(streaming := results.get("streaming"), Streaming):
+        first, decision = first_tokens(streaming, tolerance)
+        decisions.append(decision)
+    if isinstance(bos := results.get("bos"), Bos):
+        decisions.append(_bos(bos, tolerance, default_bos))
+    if isinstance(formats := results.get("kv_formats"), KVFormats):
+        for part, what in (("keys", "keys"), ("values", "values"), ("everything", "keys and values")):
+            decisions.append(_format(formats, tolerance, part, f"format of {what}"))
+        layers, decision = _layers(formats, tolerance)
+        decisions.append(decision)
+        servers = dict(_servers(done.model, first, layers, formats, tolerance))
+    if isinstance(cache := results.get("kv_cache"), KVCache):
+        decisions += [_heads(cache, tolerance), _prefix(cache, token_texts, tokens_NT)]
+    if isinstance(quantisation := results.get("quantisation"), Quantisation):
+        decisions.append(_activations(quantisation, tolerance))
+    if first is not None:
+        servers["kvpress"] = f"press = StreamingLLMPress(compression_ratio=0.5, n_sink={first})"
+    decisions += [Decision(part, "not assessed", why) for part, why in done.skipped.items() if part in PARTS]
+    notes = [*done.notes, *done.errors(), f"settings follow the documentation of {READ}"]
+    return Advice(model=done.model, tolerance=tolerance, decisions=decisions, servers=servers, notes=notes)
+
+
+def first_tokens(streaming: Streaming, tolerance: float) -> tuple[int | None, Decision]:
+    """Return the number of first tokens that must stay in the cache, or None if it is undecided, and the decision."""
+    most = max(one.first for one in streaming.caches)
+    largest = {one.cache: one.loss for one in streaming.caches if one.first == most}
+    counts = sorted({one.first for one in streaming.caches})
+    gaps = {
+        n: [(one.loss - largest[one.cache], one.gap_error or 0.0) for one in streaming.caches if one.first == n]
+        for n in counts
+    }
+    n = next(n for n in counts if all(gap <= tolerance for gap, _ in gaps[n]))
+    tried = [pair for k in counts if k <= n for pair in gaps[k]]
+    unclear = any(error > tolerance and abs(gap - tolerance) < 2 * error for gap, error in tried)
+    listed = ", ".join(f"{k}: {max(gap for gap, _ in gaps[k]):+.3f}" for k in counts if k != most)
+    evidence = (
+        f"loss above that with {most} kept, by tokens kept: {listed} (largest of the caches, {streaming.sequences} x "
+        f"{streaming.length:,} tokens, standard errors up to {max(error for _, error in tried):.3f})"
+    )
+    question = "first tokens that must stay in the cache"
+    if unclear:
+        return None, Decision(question, UNDECIDED, f"{evidence}; pass more text")
+    return n, Decision(question, str(n), evidence)
+
+
+def _bos(bos: Bos, tolerance: float, default_bos: bool) -> Decision:
+    lost = bos.unchanged.loss - bos.with_bos.loss
+    is_there = "the tokenizer adds it" if default_bos else "the tokenizer does not add it"
+    evidence = f"without it the same tokens cost {lost:+.3f} nats{_error(bos.with_bos)}; {is_there}"
+    error = bos.with_bos.error or 0.0
+    if error > tolerance and abs(lost - tolerance) < 2 * error:
+        return Decision("BOS", UNDECIDED, f"{evidence}; pass more text")
+    needed = "must be there" if lost > tolerance else "may be left out" if lost > -tolerance else "must not be added"
+    return Decision("BOS", needed, evidence)
+
+
+def _bits(one: StoredFormat, part: str) -> float:
+    stored = FORMATS[one.name]
+    return {"keys": stored.key_bits, "values": stored.value_bits, "everything": one.bits}[part]
+
+
+def smallest_format(
+    formats: KVFormats, tolerance: float, part: str, among: Sequence[str] = tuple(FORMATS)
+) -> str | None:
+    """Return the format with the fewest bits whose added loss is at most the tolerance; None if there is none.
+
+    Args:
+        part: what is stored in it: "keys", "values" or "everything".
+        among: names of the formats that can be chosen.
+    """
+    fits = [
+        one
+        for one in formats.formats
+        if one.name in among and getattr(one, part).loss - formats.unchanged.loss <= tolerance
+    ]
+    best = min(fits, key=lambda one: (_bits(one, part), getattr(one, part).loss), default=None)
+    return None if best is None else best.name
+
+
+def _format(formats: KVFormats, tolerance: float, part: str, question: str) -> Decision:
+    effects = {one.name: getattr(one, part) for one in formats.formats}
+    ordered = sorted(formats.formats, key=lambda one: _bits(one, part))
+    added = {one.name: effects[one.name].loss - formats.unchanged.loss for one in ordered}
+    shown = ", ".join(f"{name} {loss:+.3f}" for name, loss in added.items())
+    evidence = f"added loss: {shown}"
+    if (name := smallest_format(formats, tolerance, part)) is None:
+        return Decision(question, "16 bits", f"{evidence}; none is within the tolerance")
+    if (error := effects[name].error) is not None and error > tolerance:
+        return Decision(question, UNDECIDED, f"{evidence}; {name} has a standard error of {error:.3f}: pass more text")
+    return Decision(question, name, evidence)
+
+
+def _layers(formats: KVFormats, tolerance: float) -> tuple[list[int], Decision]:
+    """Return the layers (1-based) that must not be rounded, and the decision."""
+    name = BY_LAYER[-1]
+    rows = [one for one in formats.layers if one.name == name]
+    costly = [one for one in rows if one.everything.kl > tolerance]
+    top = sorted(rows, key=lambda one: -one.everything.kl)[:3]
+    listed = ", ".join(f"layer {one.layer} KL {one.everything.kl:.4f} ({one.share:.0%} due to the sink)" for one in top)
+    answer = ", ".join(str(one.layer) for one in costly) or "none"
+    evidence = f"each layer alone in {name}; costliest: {listed}"
+    return [one.layer for one in costly], Decision("layers whose cache must not be rounded", answer, evidence)
+
+
+def _heads(cache: KVCache, tolerance: float) -> Decision:
+    costly = [one for one in cache.heads if one.kl > tolerance]
+    by_divergence = sorted(cache.heads, key=lambda one: -one.kl)[:3]
+    listed = ", ".join(f"{one.layer}.{one.head} KL {one.kl:.4f}" for one in by_divergence)
+    named = ", ".join(f"{one.layer}.{one.head}" for one in costly[:12]) + (", ..." if len(costly) > 12 else "")
+    question = "KV heads (layer.head) not to be rounded to 2 bits"
+    return Decision(question, named or "none", f"each head alone in {cache.head_bits} bits; costliest: {listed}")
+
+
+def _prefix(cache: KVCache, token_texts: Callable[[list[int]], list[str]], tokens_NT: Tensor) -> Decision:
+    question = "tokens to put in front (PrefixQuant)"
+    if cache.outliers is None:
+        return Decision(question, "unknown", "no down projection was found, so outlier tokens are unknown")
+    at = [(n, position - 1) for n, some in enumerate(cache.outliers) for position in some]
+    first = sum(place == 0 for _, place in at)
+    counted = Counter(int(tokens_NT[n, place]) for n, place in at if place > 0)
+    where = f"outlier tokens: the first of {first} of {len(cache.outliers)} sequences"
+    if not counted:
+        answer = "BOS, or any token" if first else "none"
+        return Decision(question, answer, f"{where}, no others")
+    ids = [token for token, _ in counted.most_common(PREFIXES)]
+    named = ", ".join(f"{text!r} ({token})" for text, token in zip(token_texts(ids), ids, strict=True))
+    return Decision(question, named, f"{where}, and {sum(counted.values())} others")
+
+
+def _activations(quantisation: Quantisation, tolerance: float) -> Decision:
+    by_name = {one.name: one.everything.loss - quantisation.unchanged.loss for one in quantisation.settings}
+    static, token = by_name[STATIC], by_name[PER_TOKEN]
+    due = next(one for one in quantisation.settings if one.name == STATIC)
+    evidence = f"{STATIC} {static:+.3f} ({due.due_said}), {PER_TOKEN} {token:+.3f}"
+    return Decision(
+        "scales of int8 activations", "static" if static - token <= tolerance else "one per token", evidence
+    )
+
+
+def _error(effect: Effect) -> str:
+    return "" if effect.error is None else f" (standard error {effect.error:.3f})"
+
+
+def _servers(
+    model: str, first: int | None, layers: Sequence[int], formats: KVFormats, tolerance: float
+) -> Iterator[tuple[str, str]]:
+    """Yield the settings of each server, in the smallest of its own formats that is within the tolerance."""
+
+    def chosen(part: str, **names: str) -> str | None:
+        """Return the server's name of a format; `names` are pairs of our name, with _ for a space, and the server's."""
+        ours = {name.replace("__", " "): theirs for name, theirs in names.items()}
+        found = smallest_format(formats, tolerance, part, tuple(ours))
+        return None if found is None else ours[found]
+
+    presets = {name: name for name in FORMATS if name.startswith("turboquant")}
+    dtype = chosen("everything", fp8="fp8", nvfp4="nvfp4", **presets) or "auto"
+    skipped = " ".join(str(layer - 1) for layer in layers)
+    skip = f" --kv-cache-dtype-skip-layers {skipped}" if skipped and dtype != "auto" else ""
+    yield "vLLM", f"vllm serve {model} --kv-cache-dtype {dtype}{skip}"
+    dtype = chosen("everything", fp8="fp8_e4m3", nvfp4="fp4_e2m1") or "auto"
+    yield "SGLang", f"python -m sglang.launch_server --model-path {model} --kv-cache-dtype {dtype}"
+    kinds = [chosen(part, q8_0="q8_0", q4_0__rotated="q4_0") or "f16" for part in ("keys", "values")]
+    keep = f" --context-shift --keep {first}" if first else ""
+    yield "llama.cpp", f"llama-server -m MODEL.gguf -ctk {kinds[0]} -ctv {kinds[1]}{keep}"

@@ -1,0 +1,72 @@
+"""`sinklab.assess`: assess a model in memory, or one by its name, on token ids or on a text."""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from sinklab.assessing.assess_model import Assessment
+from sinklab.assessing.assess_model import assess as assess_opened
+from sinklab.assessing.settings import AssessOptions
+from sinklab.errors import InputError
+from sinklab.measuring.inputs import token_matrix
+from sinklab.models.adapter import LanguageModel, unwrapped
+from sinklab.opening import model_in_memory, open_model
+
+
+def assess(
+    model: "LanguageModel | str | Path",
+    tokens: Tensor | np.ndarray | Sequence[Sequence[int]] | None = None,
+    *,
+    text: str | Path | Sequence[str] | None = None,
+    tokenizer: Any = None,
+    parts: Sequence[str] = (),
+    out: str | Path | None = None,
+    **options: Any,
+) -> Assessment:
+    """Assess what a model loses without its sink, and what the sink costs; return an `Assessment`.
+
+        done = sinklab.assess(model, text=["A document .."], parts=["streaming", "kv_formats"], quick=True)
+        print(done)
+        done.numbers()["streaming_added"]
+
+    Args:
+        model: a Hugging Face causal language model, or the name of a model: a run directory, a model directory, a .gguf
+            file, or a name on the Hugging Face hub.
+        tokens: token ids (sequences, length), read as they are; default: a text.
+        text: a list of documents, a text file, a folder of them, or a source such as "stdlib"; default: the validation
+            text of a run, or the text that comes with sinklab.
+        tokenizer: tokenizer of a model in memory, for a text; default: that with which it was saved.
+        parts: names of the parts (docs/assess.md); default: those that are not slow.
+        out: directory of assessment.json; a repeated call resumes it.
+        options: further options of `sinklab assess`, by the names of `AssessOptions`: quick, sequences, length,
+            stream_length, caches, kept, budgets, sink_tokens, ...
+
+    Raises:
+        InputError: if an argument is invalid, there is too little text, or a part of `parts` does not apply to the
+            model.
+        SinklabError: if the model cannot be loaded, or a loss is not finite.
+    """
+    if tokens is not None and text is not None:
+        raise InputError("pass `tokens` or `text`, not both")
+    with tempfile.TemporaryDirectory() as folder:
+        source: Path | Tensor | None = None
+        if isinstance(text, str | Path):
+            source = Path(text)
+        elif text is not None:
+            source = Path(folder) / "documents.jsonl"
+            source.write_text("".join(json.dumps({"text": document}) + "\n" for document in text), "utf-8")
+        if tokens is not None:
+            source = token_matrix(tokens).cpu()
+            N, T = source.shape
+            options = {"length": T, "stream_length": T, "sequences": N, **options}
+        if isinstance(model, str | Path):
+            opened = open_model(str(model))
+        else:
+            opened = model_in_memory(unwrapped(model), tokenizer, for_text=tokens is None)
+        settings = AssessOptions(parts=tuple(parts), **options)
+        return assess_opened(opened, source, settings, out=None if out is None else Path(out))

@@ -1,0 +1,144 @@
+"""Decisions from assessments: with made-up numbers, and on trained models with and without a sink."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from assessed import part_settings, run_part
+from families import family_tokens, pair_of
+from made_assessment import assessment
+
+from sinklab.assessing.advice import UNDECIDED, advice_of, advise, first_tokens, smallest_format
+from sinklab.assessing.assess_model import Assessment
+from sinklab.assessing.parts.bos import Bos
+from sinklab.assessing.parts.kv_formats import FORMATS, KVFormats
+from sinklab.assessing.parts.streaming import Streaming
+from sinklab.assessing.settings import AssessOptions
+from sinklab.data.prepare import prepared
+from sinklab.models.adapter import adapt
+from sinklab.train.loop import Trainer
+from sinklab.train.recipe import load_recipe
+from sinklab.train.run import open_run
+
+LOSS = {"targets": 100, "kl": 0.0}
+
+
+def streaming(gaps: dict[int, float], error: float | None = 0.001) -> Streaming:
+    """Two caches; the loss above that with the most kept, halved in the larger cache."""
+    caches = [
+        {
+            "cache": cache,
+            "first": n,
+            "loss": 3.0 + gap * 16 / cache,
+            "perplexity": 20.0,
+            "gap_error": None if n == max(gaps) else error,
+            **LOSS,
+        }
+        for cache in (16, 32)
+        for n, gap in gaps.items()
+    ]
+    read = {"sequences": 1, "length": 256, "unchanged": {"loss": 3.0, **LOSS}}
+    return Streaming.model_validate({**read, "positions": "cache", "caches": caches})
+
+
+def test_the_smallest_number_within_the_tolerance_in_every_cache_stays() -> None:
+    found = streaming({0: 1.2, 1: 0.03, 2: 0.008, 4: 0.0})
+    assert first_tokens(found, 0.01)[0] == 2
+    assert first_tokens(found, 0.05)[0] == 1
+    assert first_tokens(found, 2.0)[0] == 0
+    assert first_tokens(streaming({0: -0.2, 4: 0.0}), 0.01)[0] == 0
+
+
+def test_a_larger_tolerance_never_raises_the_number() -> None:
+    draw = random.Random(5)
+    for _ in range(200):
+        gaps = {n: draw.choice((-1, 1, 1)) * draw.random() ** 3 for n in (0, 1, 2, 4)} | {8: 0.0}
+        numbers = [first_tokens(streaming(gaps, None), tolerance)[0] for tolerance in (0.001, 0.01, 0.1, 1.0)]
+        assert numbers == sorted(numbers, key=lambda n: -(n or 0))
+
+
+def test_errors_above_the_tolerance_leave_the_number_undecided_unless_the_gap_is_clear() -> None:
+    n, decision = first_tokens(streaming({0: 0.02, 4: 0.0}, error=0.02), 0.01)
+    assert (n, decision.answer) == (None, UNDECIDED)
+    assert first_tokens(streaming({0: 1.5, 4: 0.0}, error=0.02), 0.01)[0] == 4
+
+
+def formats(added: dict[str, float]) -> KVFormats:
+    rows = [
+        {
+            "name": name,
+            "bits": FORMATS[name].bits(64),
+            "keys": {"loss": 3 + loss, **LOSS},
+            "values": {"loss": 3 + loss / 2, **LOSS},
+            "everything": {"loss": 3 + loss, **LOSS},
+            "without_sink": {"loss": 3 + loss, **LOSS},
+            "due_to_sink": 0.0,
+        }
+        for name, loss in added.items()
+    ]
+    read = {"sequences": 1, "length": 64, "unchanged": {"loss": 3.0, **LOSS}, "sink_positions": 1}
+    return KVFormats.model_validate({**read, "formats": rows, "layers": []})
+
+
+def test_the_format_with_the_fewest_bits_within_the_tolerance_is_chosen() -> None:
+    some = formats({"fp8": 0.001, "q8_0": 0.0, "q4_0": 0.015, "turboquant_3bit_nc": 0.2})
+    assert smallest_format(some, 0.01, "everything") == "fp8"
+    assert smallest_format(some, 0.01, "values") == "q4_0"
+    assert smallest_format(some, 1.0, "keys") == "turboquant_3bit_nc"
+    assert smallest_format(some, 1.0, "keys", ("q8_0", "q4_0")) == "q4_0"
+    assert smallest_format(some, -1.0, "keys") is None
+
+
+def advice(cost: float, tolerance: float = 0.01) -> Any:
+    made = Assessment.model_validate(assessment("org/model", cost))
+    return advice_of(made, tolerance, True, lambda ids: [f"<{token}>" for token in ids], torch.zeros(4, 64).long())
+
+
+def test_every_part_has_its_decisions_and_servers_their_own_options() -> None:
+    found = advice(0.5)
+    answers = {one.question: one.answer for one in found.decisions}
+    assert answers["first tokens that must stay in the cache"] == "4"
+    assert answers["BOS"] == "must be there"
+    assert answers["format of keys and values"] == "16 bits"
+    assert answers["layers whose cache must not be rounded"] == "none"  # none in the format with the fewest bits
+    assert answers["tokens to put in front (PrefixQuant)"] == "BOS, or any token"
+    assert found.servers["llama.cpp"].endswith("-ctk f16 -ctv f16 --context-shift --keep 4")
+    assert found.servers["vLLM"] == "vllm serve org/model --kv-cache-dtype auto"
+    assert found.servers["kvpress"].endswith("n_sink=4)")
+    free = advice(0.0)
+    assert {one.question: one.answer for one in free.decisions}["BOS"] == "may be left out"
+    assert free.servers["llama.cpp"] == "llama-server -m MODEL.gguf -ctk q8_0 -ctv q8_0"
+    assert len(free.text(full=False).splitlines()) == 1 + len(free.decisions) + len(free.servers)
+    assert all(one.evidence in free.text() for one in free.decisions)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_loss_with_and_without_bos_is_that_of_the_same_targets(family: str) -> None:
+    model, tokens = pair_of(family)[0].double(), family_tokens()
+    found = run_part(Bos, adapt(model), tokens[:, 1:], tokens, part_settings())
+    with torch.no_grad():
+        logits, bare = model(tokens).logits[:, 1:-1], model(tokens[:, 1:]).logits[:, :-1]
+    targets = tokens[:, 2:].flatten()
+    losses = [float(F.cross_entropy(z.flatten(0, 1), targets)) for z in (logits, bare)]
+    assert found.with_bos.loss == pytest.approx(losses[0], rel=1e-6)
+    assert found.unchanged.loss == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_softmax_needs_its_first_token_and_sigmoid_none(tmp_path: Path) -> None:
+    changes: dict[str, list[str]] = {"softmax": [], "sigmoid": ["model.attention.operation.kind=sigmoid"]}
+    numbers = {}
+    for name, change in changes.items():
+        recipe = load_recipe("backcopy", [*change, "train.steps=600"])
+        run = tmp_path / name
+        Trainer(open_run(recipe, prepared(recipe.data, tmp_path / "cache"), run)).train()
+        options = AssessOptions(length=64, kept=(0, 1, 4), caches=(16,), sequences=8)
+        found = advise(str(run), None, options, tolerance=0.02)
+        numbers[name] = {one.question: one.answer for one in found.decisions}[
+            "first tokens that must stay in the cache"
+        ]
+    assert numbers["softmax"] in ("1", "4")
+    assert numbers["sigmoid"] == "0"
