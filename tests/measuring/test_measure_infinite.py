@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def test_nothing_else_than_a_ratio_may_be_infinite_and_no_ratio_nan(measured: Me
 def test_the_terminal_the_tables_and_the_report_show_it(
     measured: Measurement, plain: Measurement, tmp_path: Path
 ) -> None:
-    assert "∞" in text_of(print_measurement, measured)
+    assert "∞" in text_of(partial(print_measurement, full=True), measured)
     assert measured.columns("layers")["key_norm_ratio"][0] == math.inf
     assert "eval_norm_ratio" not in sink_numbers(measured)
     measured.save(tmp_path / "zeros")

@@ -10,14 +10,15 @@ import torch
 import transformers as hf
 
 
-def reference_model(folder: Path, gguf: str | None = None) -> tuple[Any, Any]:
+def reference_model(folder: Path, gguf: str | None = None, rebuilt: bool = False) -> tuple[Any, Any]:
     """Model as transformers loads it, in float32, and the tokenizer of tokenizer.json, or that of the GGUF file.
 
-    `AutoTokenizer` rebuilds some tokenizers from their vocabulary, and drops characters that the file makes `<unk>`.
+    `AutoTokenizer` rebuilds some tokenizers from their vocabulary, and drops characters that the file makes `<unk>`;
+    with `rebuilt` its tokenizer is returned.
     """
     options: dict[str, Any] = {} if gguf is None else {"gguf_file": gguf}
     model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
-    if gguf is None:
+    if gguf is None and not rebuilt:
         return model.eval(), hf.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     return model.eval(), hf.AutoTokenizer.from_pretrained(folder, **options)
 

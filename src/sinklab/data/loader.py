@@ -29,19 +29,21 @@ from contextlib import contextmanager
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
-import torch
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
-from torch import Tensor
 
 from sinklab.data.corpora import WORDS, installed_names, parse
 from sinklab.data.tokenizers import trained_size
 from sinklab.errors import InputError, SinklabError, cause
 from sinklab.files import sha256_of
 from sinklab.schema import Omitted, Part
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 def paper_weights() -> dict[str, float]:
@@ -482,7 +484,7 @@ class Loader:
         """Number of batches per epoch, rounded up; the last batch of a validation loader may have fewer rows."""
         return -(-self.chunks // self.batch_size)
 
-    def batch(self, index: int, rows: slice | None = None) -> torch.Tensor:
+    def batch(self, index: int, rows: slice | None = None) -> "Tensor":
         """Read batch `index`, counted from 0 over all epochs.
 
         Args:
@@ -514,6 +516,8 @@ class Loader:
             for row_T, chunk in zip(chunks_BT, ids.tolist(), strict=True):
                 generator = np.random.default_rng([stream, self._seed, chunk])
                 row_T[drawn.start : drawn.end] = generator.integers(self._vocab_size, size=drawn.end - drawn.start)
+        import torch  # here, so that processes that prepare data do not import it
+
         return torch.from_numpy(chunks_BT)
 
 
@@ -529,13 +533,13 @@ class Prefetcher:
         waited: total time that `batch` has waited for prefetched batches, in seconds.
     """
 
-    def __init__(self, fetch: Callable[[int], Tensor], device: torch.device, end: int) -> None:
+    def __init__(self, fetch: "Callable[[int], Tensor]", device: "torch.device", end: int) -> None:
         self.waited = 0.0
         self._fetch, self._device, self._end = fetch, device, end
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._ahead: tuple[int, Future[Tensor]] | None = None
 
-    def batch(self, index: int) -> Tensor:
+    def batch(self, index: int) -> "Tensor":
         """Return batch `index` on the device, and start fetching the next one, if it is below `end`.
 
         Raises the same errors as `fetch`.
@@ -548,6 +552,6 @@ class Prefetcher:
         self._ahead = (following, self._thread.submit(self._ready, following)) if following < self._end else None
         return tokens.to(self._device, non_blocking=True)
 
-    def _ready(self, index: int) -> Tensor:
+    def _ready(self, index: int) -> "Tensor":
         tokens = self._fetch(index)
         return tokens.pin_memory() if self._device.type == "cuda" else tokens
