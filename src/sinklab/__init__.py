@@ -7,6 +7,7 @@
     with sinklab.probe(model) as watch:              # record the forward passes of a Hugging Face model
         model.generate(...)
     watch.layers[0].importance_BHT                   # alpha of the first attention layer, (batch, head, position)
+    monitor = sinklab.monitor(model, every=100)      # the sink in the steps of a training loop
     with sinklab.watch_attention(module) as watch:   # the same for any PyTorch module
         module(tokens)
 
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sinklab.assessing.api import assess
     from sinklab.measuring.measurement import Measurement
+    from sinklab.measuring.monitor import monitor
     from sinklab.measuring.probe import probe, record_attention, watch_attention
     from sinklab.survey.api import SinkCallback, measure
 
@@ -33,6 +35,7 @@ __all__ = [
     "SinkCallback",
     "assess",
     "measure",
+    "monitor",
     "probe",
     "record_attention",
     "register",
@@ -43,6 +46,7 @@ __all__ = [
 _MODULES = {
     "assess": "sinklab.assessing.api",
     "measure": "sinklab.survey.api",
+    "monitor": "sinklab.measuring.monitor",
     "probe": "sinklab.measuring.probe",
     "SinkCallback": "sinklab.survey.api",
     "Measurement": "sinklab.measuring.measurement",

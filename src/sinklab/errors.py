@@ -70,7 +70,8 @@ def cause(error: BaseException) -> str:
     """Return the first line of another library's error message, or the error's type name if there is no message.
 
     If a line ends with a colon, the next line is appended. Empty lines are skipped. For a ValidationError, it is the
-    name and the error of the first invalid field, or the schema version of a document if that is another one.
+    name and the error of the first invalid field; for a document of another schema version, that version and the one
+    that is read.
     """
     if isinstance(error, ValidationError):
         first = error.errors()[0]

@@ -167,7 +167,7 @@ def test_the_phase_is_printed_while_the_work_itself_prints_nothing(monkeypatch: 
 def test_a_command_names_what_it_reads_first(
     command: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sinklab.commands.terminal.SPEAKS_EVERY", 0.0)
+    monkeypatch.setattr("sinklab.commands.terminal.PROGRESS_INTERVAL", 0.0)
     monkeypatch.setattr("sinklab.commands.terminal.BEATS_EVERY", 0.001)
     model, text = tiny_model(tmp_path / "gpt2", "gpt_neox"), text_file(tmp_path / "text.jsonl")
     parts = ("--parts", "heads") if command == "assess" else ()

@@ -144,7 +144,7 @@ def _drawn(table: Table, columns: Sequence[int], title: str, width: int, wanted:
     return drawn
 
 
-SPEAKS_EVERY = 10.0  # minimum seconds between progress lines without a terminal
+PROGRESS_INTERVAL = 10.0  # minimum seconds between progress lines without a terminal
 BEATS_EVERY = 1.0  # seconds between checks whether a progress line is due
 
 MANY = 8  # with more runs, only active runs are displayed
@@ -196,9 +196,9 @@ def short_duration(seconds: float) -> str:
 
 
 class ProgressDisplay:
-    """Context manager with a live display: bars in a terminal, otherwise a line at most every SPEAKS_EVERY seconds.
+    """Context manager with a live display: bars in a terminal, otherwise at most a line every PROGRESS_INTERVAL s.
 
-    Without a terminal, a thread prints the current phase if no line was printed for SPEAKS_EVERY seconds, for example
+    Without a terminal, a thread prints the current phase if no line was printed for so long, for example
     while a large model is loaded or a report is rendered.
 
     Args:
@@ -228,8 +228,8 @@ class ProgressDisplay:
 
     @property
     def due(self) -> bool:
-        """True if a progress line is due: SPEAKS_EVERY seconds after the last line, and never in a terminal."""
-        return not self.console.is_terminal and self.clock() - self._said >= SPEAKS_EVERY
+        """True if a progress line is due: PROGRESS_INTERVAL seconds after the last line, and never in a terminal."""
+        return not self.console.is_terminal and self.clock() - self._said >= PROGRESS_INTERVAL
 
     def begin(self, phase: str) -> None:
         """Set the current phase without printing. If its name is new, its duration restarts at zero."""
@@ -265,8 +265,8 @@ class ProgressDisplay:
 class RunDisplay(ProgressDisplay):
     """Live display of steps, loss and sink rate of each run, or of each active run if there are more than MANY.
 
-    The last line shows the steps of all runs and the remaining time. Without a terminal, a line is printed per
-    evaluation, and at most every SPEAKS_EVERY seconds in between. Failures are printed immediately.
+    The last line shows the steps of all runs and the remaining time. Without a terminal, it prints one line per
+    evaluation, and at most one every PROGRESS_INTERVAL seconds in between. Failures are printed immediately.
 
     Args:
         lengths: number of updates by run name.

@@ -166,7 +166,9 @@ def _from_hub(manager: Any, name: str) -> dict[str, ChosenTask]:
     try:
         return {one: ChosenTask(one, task, HUB) for one, task in manager.load([name])["tasks"].items()}
     except ImportError as error:
-        raise InputError(f"--tasks {name} needs a package that is not installed: {cause(error)}") from error
+        raise InputError(
+            f"--tasks {name} needs a package that is not installed: {cause(error)}. Install it, or choose another task"
+        ) from error
     except Exception as error:  # network, hub and format errors share no base class
         if name == HELLASWAG:
             file = HELLASWAG_FILES[-1]

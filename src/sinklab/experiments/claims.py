@@ -147,7 +147,7 @@ class SinkAbsent(QuantityClaim):
 class Differs(_Bounds):
     """The quantity is larger (greater) or smaller (less) at all seeds of one cell than at all seeds of another cell.
 
-    This is the rule for five seeds per cell; `counts.separated` is the rule for any number. The verdict is "direction
+    This is the rule for five seeds per cell; `kinds.separated` is the rule for any number. The verdict is "direction
     only" if the comparison holds, but a condition set by `by`, `times`, `at_least`, `at_most` or `absent` does not.
 
     With `than_value` in place of `than`, two quantities of the same run are compared, seed by seed: a step with a later
@@ -261,7 +261,7 @@ class Monotone(OverCells):
     """The quantity increases (rising) or decreases (falling) over the cells in the given order, or over model sizes.
 
     At every seed, the least-squares slope over the ranks of the cells is positive (rising) or negative (falling). In
-    addition, no two neighbouring cells are separated in the opposite direction (`counts.separated`).
+    addition, no two neighbouring cells are separated in the opposite direction (`kinds.separated`).
     """
 
     kind: Literal["rising", "falling"] = Field(alias="is")

@@ -271,7 +271,7 @@ class KVCache(AssessPart):
 
     @property
     def recent(self) -> str:
-        """Remark on the residual; empty without one."""
+        """Remark on the recent tokens kept in full precision; empty if there are none."""
         return f"; up to {self.residual} recent tokens are in full precision" if self.residual else ""
 
     @property

@@ -300,7 +300,7 @@ class KVFormats(AssessPart):
 
     @property
     def spared(self) -> str:
-        """The sink positions, such as `token` or `2 tokens`."""
+        """Number of sink positions as text, such as `token` or `2 tokens`."""
         return several(self.sink_positions, "token")
 
     def rows(self) -> Iterator[PartRow]:

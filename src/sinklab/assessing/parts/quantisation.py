@@ -167,7 +167,7 @@ class Quantisation(AssessPart):
 
     @property
     def spared(self) -> str:
-        """The sink positions, such as `token` or `2 tokens`."""
+        """Number of sink positions as text, such as `token` or `2 tokens`."""
         return several(self.sink_positions, "token")
 
     @classmethod

@@ -118,8 +118,8 @@ class Streaming(AssessPart):
     def rows(self) -> Iterator[PartRow]:
         """The answers are the losses with the smallest cache and the fewest or the most first tokens kept.
 
-        If the fewest are 0 and the most are not, the difference of these losses, the loss without the sink, is an
-        answer as well.
+        If caches with and without first tokens were measured, the difference of these losses, the loss without the
+        sink, is an answer as well.
         """
         yield self.unchanged_row()
         size = min(one.cache for one in self.caches)

@@ -51,7 +51,7 @@ class Difference(OperationPart):
         """Compute the weight w of the second part, broadcastable to (B, H, T)."""
 
     def parts(self, call: Call) -> tuple[Call, Call]:
-        """Return the calls of the two parts."""
+        """Split queries and keys into the calls of the two attention maps."""
         return halves(call)
 
     def similarity(self, part: Call) -> Score | None:

@@ -1,0 +1,236 @@
+"""`sinklab.monitor`: the sink in the forward passes of a training step, without a pass of its own.
+
+    monitor = sinklab.monitor(model, every=100)
+    for step, batch in enumerate(loader):
+        with monitor(step) as numbers:           # records if `step` is a multiple of `every`
+            loss = model(**batch).loss
+        loss.backward()
+        ...
+        if numbers:
+            wandb.log(numbers, step=step)        # or TensorBoard, trackio, print
+
+    Trainer(.., callbacks=[sinklab.monitor(model, every=100).callback()])       # transformers and trl
+
+The model's own attention functions are called, so that losses and gradients remain the same bit for bit. All numbers
+are of the training batch: means over its sequences (of all micro-batches in the block), padding left out.
+
+    sink/rate, sink/rate_layer_l        percentage of (sequence, layer, head) triples with alpha_1 > eps; of one layer
+    sink/share, sink/share_layer_l      alpha_1, the mean attention of the queries to the first token
+    sink/bias_share                     mean attention to biases, sink logits and sink tokens, if there are any
+    sink/entropy, sink/entropy_layer_l  - sum A ln A of the rows, mean over queries and heads, nats
+    sink/largest_logit, .._layer_l      the largest q.k / sqrt(D) over heads, queries and keys
+    sink/largest_activation             the largest |h| after a block divided by the median |h|, maximum over blocks
+    sink/kurtosis                       kurtosis of h over channels, mean over tokens, maximum over blocks
+    sink/hot_channel_records            most records in a row in which one channel had a massive activation, or 0
+"""
+
+import warnings
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer_callback import TrainerCallback
+
+from sinklab.attention.layer_call import LayerCall
+from sinklab.errors import InputError
+from sinklab.measuring.findings import MASSIVE, MASSIVE_RATIO
+from sinklab.measuring.statistics.details import kurtosis
+from sinklab.models.adapter import LanguageModel, adapt
+from sinklab.models.hooks import hooked, intercept, residual_stream, uncompiled
+
+SPIKES = ("sink/largest_logit", "sink/largest_activation", "sink/kurtosis")
+"""Numbers that are compared with their past values for alerts."""
+SPIKE, PAST = 3.0, 8  # an alert is a value above SPIKE times the median of the last PAST values
+
+
+class Monitor:
+    """Records the sink in the forward passes of training steps (see the module).
+
+    Attributes:
+        every: steps between records.
+        numbers: numbers of the last record; empty before the first.
+        largest_logit_LH: largest logit of every layer and head in the last record; None before the first.
+        hot_channels: channels with a massive activation in the last record, with the number of records in a row in
+            which they had one.
+    """
+
+    def __init__(
+        self, model: LanguageModel, every: int = 100, eps: float = 0.3, alert: Callable[[str], None] = warnings.warn
+    ) -> None:
+        if every < 1:
+            raise InputError(f"every={every}: pass the number of steps between records, 1 or more")
+        if not 0 < eps < 1:
+            raise InputError(f"eps={eps}: pass a threshold between 0 and 1")
+        self.every, self.numbers = every, dict[str, float]()
+        self.largest_logit_LH: Tensor | None = None
+        self.hot_channels = dict[int, int]()
+        self._model, self._adapter, self._eps, self._alert = model, adapt(model), eps, alert
+        self._past: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=PAST))
+
+    @contextmanager
+    def __call__(self, step: int) -> Iterator[dict[str, float]]:
+        """Record the forward passes in the `with` block if `step` is a multiple of `every`.
+
+        Yields:
+            A dict that has the numbers after the block; empty if nothing is recorded.
+        """
+        numbers = dict[str, float]()
+        if step % self.every:
+            yield numbers
+            return
+        record = _Record()
+        with ExitStack() as stack:
+            stack.enter_context(uncompiled(self._model))
+            stack.enter_context(
+                hooked([self._adapter.module.register_forward_pre_hook(record.entering, with_kwargs=True)])
+            )
+            stack.enter_context(intercept(self._adapter, observe=record.observe, unchanged=True))
+            stream = stack.enter_context(residual_stream(self._adapter.blocks, _activations))
+            yield numbers
+            blocks = stream[1:]
+        if record.shares:
+            numbers.update(self._read(record, blocks))
+            self.numbers = dict(numbers)
+
+    def callback(self) -> "MonitorCallback":
+        """Return a callback for the Trainer of transformers and trl, which adds the numbers to the Trainer's log."""
+        return MonitorCallback(self)
+
+    def _read(self, record: "_Record", blocks: list[tuple[float, float, float, int]]) -> Mapping[str, float]:
+        shares = {index: torch.cat(parts) for index, parts in sorted(record.shares.items())}
+        rates = {index: 100 * float((share_NH > self._eps).float().mean()) for index, share_NH in shares.items()}
+        logits = {index: torch.stack(parts).amax(0) for index, parts in sorted(record.logits.items())}
+        entropies = {index: sum(parts) / len(parts) for index, parts in sorted(record.entropies.items())}
+        if len({len(one) for one in logits.values()}) == 1:
+            self.largest_logit_LH = torch.stack([*logits.values()])
+        numbers = {
+            "sink/rate": sum(rates.values()) / len(rates),
+            "sink/share": float(torch.stack([one.mean() for one in shares.values()]).mean()),
+            "sink/entropy": sum(entropies.values()) / len(entropies),
+            "sink/largest_logit": max(float(one.max()) for one in logits.values()),
+        }
+        if record.biases:
+            numbers["sink/bias_share"] = sum(record.biases) / len(record.biases)
+        if blocks:
+            massive = {channel for largest, ratio, _, channel in blocks if largest > MASSIVE and ratio >= MASSIVE_RATIO}
+            self.hot_channels = {channel: self.hot_channels.get(channel, 0) + 1 for channel in sorted(massive)}
+            numbers["sink/largest_activation"] = max(ratio for _, ratio, _, _ in blocks)
+            numbers["sink/kurtosis"] = max(value for _, _, value, _ in blocks)
+            numbers["sink/hot_channel_records"] = float(max(self.hot_channels.values(), default=0))
+        for index in shares:
+            numbers[f"sink/rate_layer_{index}"] = rates[index]
+            numbers[f"sink/share_layer_{index}"] = float(shares[index].mean())
+            numbers[f"sink/entropy_layer_{index}"] = entropies[index]
+            numbers[f"sink/largest_logit_layer_{index}"] = float(logits[index].max())
+        for name in SPIKES:
+            if (value := numbers.get(name)) is not None:
+                past = self._past[name]
+                if len(past) == PAST and value > SPIKE * median(past):
+                    self._alert(
+                        f"{name} is {value:.4g}, more than {SPIKE:g} times its median of the last {PAST} records"
+                    )
+                past.append(value)
+        return numbers
+
+
+monitor = Monitor
+
+
+class _Record:
+    """What the forward passes of one step have shown, by attention layer (1-based)."""
+
+    def __init__(self) -> None:
+        self.shares: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self.logits: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self.entropies: defaultdict[int, list[float]] = defaultdict(list)
+        self.biases: list[float] = []
+        self._mask_BT: Tensor | None = None
+
+    def entering(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the model: keep the padding mask."""
+        mask = kwargs.get("attention_mask")
+        self._mask_BT = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+    @torch.no_grad()
+    def observe(self, layer: LayerCall) -> None:
+        """Read the attention matrix of a call in blocks of queries."""
+        call = layer.call
+        B, H, T, D = call.q_BHTD.shape
+        S, G = call.k_BGTD.shape[2], call.k_BGTD.shape[1]
+        counted_BS = torch.ones(B, S, dtype=torch.bool, device=call.q_BHTD.device)
+        counted_BS[:, : layer.leading] = False
+        if self._mask_BT is not None and self._mask_BT.shape == (B, S):
+            counted_BS &= self._mask_BT.to(counted_BS.device)
+        first_B = counted_BS.int().argmax(1)
+        scale = D**-0.5 if call.scale is None else call.scale
+        share_BH = call.q_BHTD.new_zeros(B, H, dtype=torch.float32)
+        entropy_BH, bias_BH = torch.zeros_like(share_BH), torch.zeros_like(share_BH)
+        logit_H = share_BH.new_full((H,), -torch.inf)
+        for rows in layer.rows():
+            queries, keys = rows.block.rows, rows.block.keys
+            weights_BHQK = rows.weights_BHQS
+            counted_B1Q = counted_BS[:, None, queries]
+            start, stop, _ = keys.indices(S)
+            inside_B = (first_B >= start) & (first_B < stop)
+            at_BHQ1 = (
+                (first_B - start).clamp(0, stop - start - 1)[:, None, None, None].expand(*weights_BHQK.shape[:3], 1)
+            )
+            first_BHQ = weights_BHQK.gather(-1, at_BHQ1)[..., 0] * inside_B[:, None, None]
+            share_BH += (first_BHQ * counted_B1Q).sum(-1)
+            entropy_BH += (torch.special.entr(weights_BHQK.clamp(min=0)).sum(-1) * counted_B1Q).sum(-1)
+            if rows.bias_BHQ is not None:
+                bias_BH += (rows.bias_BHQ * counted_B1Q).sum(-1)
+            k_BHKD = call.k_BGTD[:, :, keys].repeat_interleave(H // G, 1)
+            z_BHQK = call.q_BHTD[:, :, queries] @ k_BHKD.mT * scale
+            seen_BHQK = (weights_BHQK > 0) & counted_B1Q[..., None]
+            logit_H = torch.maximum(logit_H, z_BHQK.float().masked_fill(~seen_BHQK, -torch.inf).amax((0, 2, 3)))
+        count_B1 = counted_BS.sum(1, keepdim=True)
+        self.shares[layer.index].append((share_BH / count_B1).cpu())
+        self.entropies[layer.index].append(float((entropy_BH / count_B1).mean()))
+        self.logits[layer.index].append(logit_H.cpu())
+        if bias_BH.any():
+            self.biases.append(float((bias_BH / count_B1).mean()))
+
+
+@torch.no_grad()
+def _activations(h_BTC: Tensor) -> tuple[float, float, float, int]:
+    """Return largest |h|, its ratio to the median, the kurtosis over channels, and the channel of the largest |h|."""
+    size = h_BTC.float().abs()
+    largest = float(size.max())
+    middle = float(size.flatten().median())
+    channel = int(size.amax((0, 1)).argmax())
+    return largest, largest / middle if middle > 0 else 0.0, float(kurtosis(h_BTC.float()).mean()), channel
+
+
+class MonitorCallback(TrainerCallback):
+    """Adds the numbers of a `Monitor` to the log of a Trainer, at the step at which they were recorded."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self.monitor = monitor
+        self._block: Any = None
+        self._numbers = dict[str, float]()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin the record of a step."""
+        self._block = self.monitor(state.global_step)
+        self._numbers = self._block.__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """End the record of a step, and have the Trainer log."""
+        if self._block is not None:
+            self._block.__exit__(None, None, None)
+            self._block = None
+            control.should_log = control.should_log or bool(self._numbers)
+        return control
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add the numbers to the Trainer's log and to the last entry of its history."""
+        if logs is not None and self._numbers:
+            logs.update(self._numbers)
+            if state.log_history:
+                state.log_history[-1].update(self._numbers)
+            self._numbers = {}

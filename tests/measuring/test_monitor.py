@@ -1,0 +1,154 @@
+"""`sinklab.monitor` in training loops: the numbers of the batch, and a training that does not change."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from families import family_tokens, pair_of
+from torch import nn
+
+import sinklab
+from sinklab.errors import InputError
+from sinklab.model.config import ModelConfig
+from sinklab.model.transformer import Transformer
+
+
+def small_model(kind: str = "llama") -> Any:
+    return pair_of(kind)[0].train()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+def test_the_numbers_are_those_of_a_measurement_of_the_batch(kind: str) -> None:
+    model, tokens = small_model(kind).eval(), family_tokens()[:1]
+    monitor = sinklab.monitor(model, every=1, eps=0.05)
+    with monitor(0) as numbers:
+        model(tokens)
+    measured = sinklab.measure(model, tokens, eps=0.05, details=True)
+    assert numbers["sink/rate"] == pytest.approx(measured.sink_rate[0])
+    assert numbers["sink/share"] == pytest.approx(float(measured.importance[:, :, 0].mean()), rel=1e-5)
+    for layer in range(measured.layers):
+        share = float(measured.importance[layer, :, 0].mean())
+        assert numbers[f"sink/share_layer_{layer + 1}"] == pytest.approx(share, rel=1e-5)
+    assert measured.massive_activations
+    assert numbers["sink/largest_activation"] == pytest.approx(
+        max(one.ratio_to_median for one in measured.massive_activations), rel=1e-5
+    )
+
+
+def test_logits_and_entropy_are_those_of_the_matrices() -> None:
+    model, tokens = small_model().eval(), family_tokens()
+    monitor = sinklab.monitor(model, every=1)
+    with monitor(0) as numbers:
+        model(tokens)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = model(tokens, output_attentions=True).attentions
+    for layer, one in enumerate(weights, 1):
+        entropy = torch.special.entr(one.double()).sum(-1).mean()
+        assert numbers[f"sink/entropy_layer_{layer}"] == pytest.approx(float(entropy), rel=1e-4)
+    assert monitor.largest_logit_LH is not None
+    assert numbers["sink/largest_logit"] == pytest.approx(float(monitor.largest_logit_LH.max()))
+    row = weights[0][0, 0, -1].double().log()  # logits of a row are known up to a constant
+    assert float(row.max() - row.min()) <= 2 * max(abs(float(monitor.largest_logit_LH.max())), 1) + 20
+
+
+def train(model: Any, tokens: torch.Tensor, monitored: bool, steps: int = 6) -> tuple[list[float], list[torch.Tensor]]:
+    torch.manual_seed(0)
+    optimiser, losses = torch.optim.AdamW(model.parameters(), 1e-3), []
+    monitor = sinklab.monitor(model, every=2) if monitored else None
+    for step in range(steps):
+        optimiser.zero_grad()
+        if monitor is None:
+            loss = model(tokens, labels=tokens).loss
+        else:
+            with monitor(step) as numbers:
+                loss = model(tokens, labels=tokens).loss
+            assert bool(numbers) == (step % 2 == 0)
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    return losses, [one.detach().clone() for one in model.parameters()]
+
+
+def test_losses_and_weights_are_the_same_bit_for_bit() -> None:
+
+    model, tokens = small_model(), family_tokens()
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
+    plain, watched = (train(copy.deepcopy(model), tokens, monitored) for monitored in (False, True))
+    assert plain[0] == watched[0]
+    assert all(map(torch.equal, plain[1], watched[1]))
+
+
+def test_padding_is_left_out() -> None:
+    model, tokens = small_model().eval(), family_tokens()[:1]
+    monitor = sinklab.monitor(model, every=1)
+    with monitor(0) as plain:
+        model(tokens)
+    for left in (True, False):
+        pad = torch.zeros(1, 5).long()
+        parts, ones = [pad, tokens], [pad, torch.ones_like(tokens)]
+        order = slice(None) if left else slice(None, None, -1)
+        mask = torch.cat(ones[order], 1)
+        position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+        with monitor(0) as padded:
+            model(torch.cat(parts[order], 1), attention_mask=mask, position_ids=position_ids)
+        for name in ("sink/rate", "sink/share", "sink/entropy", "sink/largest_logit"):
+            assert padded[name] == pytest.approx(plain[name], rel=1e-4), (left, name)
+
+
+@pytest.mark.parametrize("bias", [{}, {"bias": {"kind": "sink_logit"}}, {"bias": {"kind": "sink_token"}}])
+def test_our_transformer_is_monitored_as_measured(bias: dict[str, Any]) -> None:
+    sizes = {"layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 50, "context": 16}
+    model = Transformer(ModelConfig.model_validate({**sizes, "attention": bias}), seed=3)
+    tokens = torch.randint(50, (3, 16), generator=torch.Generator().manual_seed(2))
+    monitor = sinklab.monitor(model, every=1, eps=0.1)
+    with monitor(0) as numbers:
+        model.hidden(tokens)
+    measured = sinklab.measure(model, tokens, eps=0.1)
+    assert numbers["sink/rate"] == pytest.approx(measured.sink_rate[0])
+    assert numbers["sink/share"] == pytest.approx(float(measured.importance[:, :, 0].mean()), rel=1e-5)
+    assert ("sink/bias_share" in numbers) == (bias.get("bias", {}).get("kind") == "sink_logit")
+
+
+def test_a_spike_is_reported_once_there_are_past_values() -> None:
+    model, tokens, said = small_model().eval(), family_tokens(), list[str]()
+    monitor = sinklab.monitor(model, every=1, alert=said.append)
+    for step in range(8):
+        with monitor(step):
+            model(tokens)
+    assert said == []
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name:
+                parameter.mul_(50)
+    with monitor(8):
+        model(tokens)
+    assert any("sink/largest_logit" in one for one in said)
+
+
+def test_the_trainer_logs_the_numbers(tmp_path: Any) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate (extra sft)")
+    model, tokens = small_model(), family_tokens()
+    rows = [{"input_ids": row, "labels": row} for row in tokens.repeat(4, 1)]
+    args = hf.TrainingArguments(
+        str(tmp_path), max_steps=4, per_device_train_batch_size=2, logging_steps=100, report_to=[], use_cpu=True
+    )
+    monitor = sinklab.monitor(model, every=2)
+    trainer = hf.Trainer(model, args, train_dataset=rows, callbacks=[monitor.callback()])  # type: ignore[arg-type]
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "sink/rate" in entry]
+    assert [entry["step"] for entry in logged] == [1, 3]
+    assert all(math.isfinite(entry["sink/largest_logit"]) for entry in logged)
+
+
+def test_arguments_out_of_range_and_other_modules_are_refused() -> None:
+    for options in ({"every": 0}, {"eps": 1.5}):
+        with pytest.raises(InputError):
+            sinklab.monitor(small_model(), **options)  # type: ignore[arg-type]
+    with pytest.raises(InputError):
+        sinklab.monitor(nn.Linear(2, 2))  # type: ignore[arg-type]
