@@ -217,7 +217,7 @@ def assess(
         Path | None,
         option(
             INPUT,
-            "Text (.txt, .jsonl, .csv, .. or a folder), read as one stream; default for a run: its validation text.",
+            "Text (.txt, .jsonl, .. or a folder), read as one stream; default: validation text of a run, else ours.",
         ),
     ] = None,
     options: AssessOptions,

@@ -382,8 +382,8 @@ class ClaimSet(Part):
         requires_massive: condition for claims that use a quantity in `NORMS` and do not set their own. True, or the
             name of a cell: judge these claims only if training at least doubles the norm ratio of the baseline, or of
             this cell. False: always judge them.
-        requires_sink: the same for claims that use a quantity of sinks (`is_about_sinks`), except those of the named
-            cell alone: the baseline, or this cell, must have a Sink_1 of at least 10 %.
+        requires_sink: the same for claims that use a quantity of sinks (sink rates, and those with `of_a_sink`), except
+            those of the named cell alone: the baseline, or this cell, must have a Sink_1 of at least 10 %.
     """
 
     claims: tuple[Claim, ...] = ()
@@ -495,6 +495,8 @@ class Experiment(ClaimSet, SweepDesign):
         if massive:
             return Precondition("massive", self.compared_with if massive is True else massive)
         if sink is None:
-            sink = self.requires_sink if any(quantity(name).is_about_sinks for name in names) else False
+            sink = (
+                self.requires_sink if any(one.is_sink_rate or one.of_a_sink for one in map(quantity, names)) else False
+            )
         cell = self.compared_with if sink is True else sink
         return Precondition("sink", cell) if cell and claim.cells != (cell,) else None

@@ -3,6 +3,7 @@
 The metrics are declared in `measuring/registry.py`; the numbers of assessments in `assessing/parts/` are metrics too.
 """
 
+import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -63,11 +64,12 @@ def quantity(name: str) -> Metric:
         if match := re.fullmatch(one.name.replace("N", r"(0|[1-9]\d*)"), name):
             label = one.label.replace("N", match[1]) if match.groups() else one.label
             return Metric(name, label, "nats", 3, once=True)
-    numbered = ", ".join(one for one in _ASSESSED if "N" in one)
+    known = [*METRICS, *_ASSESSED]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    meant = f", do you mean {' or '.join(near)}?" if near else "."
     raise ValueError(
-        f"unknown quantity {name!r}; choose from: sink_1 (or 2, 3, ..), sink_1_visible, sink_first_5, sink_2_to_5, "
-        f"sink_1_layer_1, sink_layer_1, layer_step_1, norm_ratio_block_1, {numbered} (N from 0), "
-        f"{', '.join([*METRICS, *(one for one in _ASSESSED if 'N' not in one)])}"
+        f"unknown quantity {name!r}{meant} Choose from: sink_1 (or 2, 3, ..), sink_first_5, sink_2_to_5, sink_1_layer_1, "
+        f"sink_layer_1, layer_step_1, norm_ratio_block_1 (N from 0), {', '.join(known)}"
     )
 
 

@@ -233,6 +233,7 @@ class Metric:
         once: whether a run has the number only from a measurement after training, not from its evaluations.
         about: subject of claims on the number; `norms` are massive activations (`Experiment.requires_massive`), and
             `loss` includes the stability of training.
+        of_a_sink: whether claims on the number presuppose a sink (`Experiment.requires_sink`); sink rates always do.
         title, place: heading and unit of the column in tables of runs and the leaderboard; empty for the label.
     """
 
@@ -248,6 +249,7 @@ class Metric:
     )
     once: bool = False
     about: ClaimSubject = "sinks"
+    of_a_sink: bool = False
     title: str = ""
     place: str = ""
 
@@ -255,12 +257,6 @@ class Metric:
     def is_sink_rate(self) -> bool:
         """True if the metric is a sink rate, in percent, that is recorded at every evaluation."""
         return self.unit == "%" and self.name.startswith("sink_")
-
-    @property
-    def is_about_sinks(self) -> bool:
-        """True if claims on the metric are about sinks: sink rates, importance, dormant heads, emergence."""
-        others = ("importance_first", "dormant_share", "sink_growth", "emergence_step", "sink_step", "loss_change")
-        return self.is_sink_rate or self.name in others or self.name.startswith("layer_step_")
 
     @property
     def column(self) -> TableColumn:
@@ -411,9 +407,9 @@ NAMED = (
            lambda one: one.sink_rate_first_or_bias if one.sink_rate_bias is not None else _at(one.sink_rate, 1),
            at_eps=lambda one: one.sink_rate_eps if one.sink_rate_bias is None else one.sink_rate_first_or_bias_eps),
     Metric("dormant_share", "Queries whose largest weight is on the first token or bias", "%", 1,
-           lambda one: _mean_percent(one.dormant_heads)),
+           lambda one: _mean_percent(one.dormant_heads), of_a_sink=True),
     Metric("sink_growth", "Increase of Sink_1 in the second half", "points", 1,
-           of_run=lambda run, _: run.sink_growth()),
+           of_run=lambda run, _: run.sink_growth(), of_a_sink=True),
     Metric("sink_window_start", "Sink rate of the first key of a window", "%", 1,
            lambda one: one.sink_rate_window_start),
     Metric("valid_loss", "Validation loss", "nats", 3, lambda one: one.valid_loss, about="loss",
@@ -439,17 +435,17 @@ NAMED = (
            of_run=lambda run, at_step: run.growth("norm_ratio_sink_token", at_step), about="norms"),
     Metric("importance_first", "Mean importance of the first token", "%", 1,
            lambda one: _mean_percent(one.importance_first_heads),
-           of_model=lambda m, _: float((100 * m.importance[..., 0].mean(-1)).mean())),
+           of_model=lambda m, _: float((100 * m.importance[..., 0].mean(-1)).mean()), of_a_sink=True),
     Metric("kurtosis", "Kurtosis of the hidden states", "x", 1, of_model=_kurtosis, once=True, about="norms",
            title="Kurtosis", place=BLOCKS),
     Metric("emergence_step", "Step at which the sink emerged", "steps", 0,
-           of_run=lambda run, _: run.first_step("sink_1", EMERGED)),
+           of_run=lambda run, _: run.first_step("sink_1", EMERGED), of_a_sink=True),
     Metric("sink_step", "Step at which Sink_1 reached 1 %", "steps", 0,
-           of_run=lambda run, _: run.first_step("sink_1", NO_SINK)),
+           of_run=lambda run, _: run.first_step("sink_1", NO_SINK), of_a_sink=True),
     Metric("norm_step", "Step at which the norm of the first token grew", "steps", 0,
            of_run=lambda run, _: run.first_step("norm_ratio", MASSIVE, from_below=True), about="norms"),
     Metric("loss_change", "Jump of the loss at the emergence of the sink", "nats", 3,
-           of_run=lambda run, _: run.loss_change(), about="loss"),
+           of_run=lambda run, _: run.loss_change(), about="loss", of_a_sink=True),
     Metric("key_norm_ratio", "Norm ratio of the first key", "x", 2, lambda one: _mean_of_finite(one.key_norm_ratio)),
     Metric("value_norm_ratio", "Norm ratio of the first value", "x", 2,
            lambda one: _mean_of_finite(one.value_norm_ratio)),
@@ -494,7 +490,7 @@ NUMBERED = (
     Metric("norm_ratio_block_N", "Norm ratio of the first token after block {}", "x", 1,
            lambda block, one: _largest(one.hidden_norm_ratio[block : block + 1]), about="norms"),
     Metric("layer_step_N", "Step of the first sink head in layer {}", "steps", 0,
-           of_run=lambda layer, run, _: run.first_step(f"sink_layer_{layer}", SINK_HEAD)),
+           of_run=lambda layer, run, _: run.first_step(f"sink_layer_{layer}", SINK_HEAD), of_a_sink=True),
 )  # fmt: skip
 METRICS = {one.name: one for one in NAMED}
 
