@@ -68,7 +68,7 @@ def quantity(name: str) -> Metric:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     meant = f", do you mean {' or '.join(near)}?" if near else "."
     raise ValueError(
-        f"unknown quantity {name!r}{meant} Choose from: sink_1 (or 2, 3, ..), sink_first_5, sink_2_to_5, sink_1_layer_1, "
+        f"unknown quantity {name!r}{meant} Choose from: sink_1 (2, 3, ..), sink_first_5, sink_2_to_5, sink_1_layer_1, "
         f"sink_layer_1, layer_step_1, norm_ratio_block_1 (N from 0), {', '.join(known)}"
     )
 
