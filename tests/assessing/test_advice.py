@@ -128,8 +128,8 @@ def test_the_loss_with_and_without_bos_is_that_of_the_same_targets(family: str) 
 
 
 @pytest.mark.slow
-def test_softmax_needs_its_first_token_and_sigmoid_none(tmp_path: Path) -> None:
-    changes: dict[str, list[str]] = {"softmax": [], "sigmoid": ["model.attention.operation.kind=sigmoid"]}
+def test_softmax_needs_its_first_token_and_with_k_biases_none_is_needed(tmp_path: Path) -> None:
+    changes: dict[str, list[str]] = {"softmax": [], "k biases": ["model.attention.bias.kind=k"]}
     numbers = {}
     for name, change in changes.items():
         recipe = load_recipe("backcopy", [*change, "train.steps=600"])
@@ -141,4 +141,4 @@ def test_softmax_needs_its_first_token_and_sigmoid_none(tmp_path: Path) -> None:
             "first tokens that must stay in the cache"
         ]
     assert numbers["softmax"] in ("1", "4")
-    assert numbers["sigmoid"] == "0"
+    assert numbers["k biases"] == "0"
