@@ -85,6 +85,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.measure
 	$(BIN)/python -m benchmarks.train_cpu
 	$(BIN)/python -m benchmarks.data
+	$(BIN)/python -m benchmarks.monitor
 
 clean:
 	rm -rf $(VENV) $(EXTRAS) $(OLDEST) $(NEWEST) .pytest_cache .ruff_cache .hypothesis
