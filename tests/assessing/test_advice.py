@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from assessed import part_settings, run_part
 from families import family_tokens, pair_of
 from made_assessment import assessment
+from tiny_models import tiny_model
 
 from sinklab.assessing.advice import UNDECIDED, advice_of, advise, first_tokens, smallest_format
 from sinklab.assessing.assess_model import Assessment
@@ -125,6 +126,14 @@ def test_the_loss_with_and_without_bos_is_that_of_the_same_targets(family: str) 
     losses = [float(F.cross_entropy(z.flatten(0, 1), targets)) for z in (logits, bare)]
     assert found.with_bos.loss == pytest.approx(losses[0], rel=1e-6)
     assert found.unchanged.loss == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_model_is_advised_on_the_text_of_sinklab(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model", "neox", bos=True)
+    sizes: dict[str, Any] = {"quick": True, "length": 16, "stream_length": 32, "sequences": 1, "caches": (8,)}
+    found = advise(str(folder), None, AssessOptions(**sizes), out=tmp_path / "out")
+    assert {"BOS", "format of keys and values"} < {one.question for one in found.decisions}
+    assert (tmp_path / "out" / "advice.txt").read_text() == found.text() + "\n"
 
 
 @pytest.mark.slow

@@ -31,9 +31,11 @@ from sinklab.assessing.parts.quantisation import STATIC, Quantisation
 from sinklab.assessing.parts.streaming import Streaming
 from sinklab.assessing.reading import Effect
 from sinklab.assessing.settings import AssessOptions, settings_for
+from sinklab.data.corpora import default_text
 from sinklab.files import write_text
 from sinklab.jobs import Observer, ignore
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading
+from sinklab.opening import is_run
 from sinklab.schema import VersionedDocument
 
 ADVICE = "advice.txt"
@@ -85,6 +87,8 @@ class Advice(VersionedDocument):
         for one in self.decisions:
             lines.append(f"  {one.question}: {one.answer}")
             lines += [f"      {one.evidence}"] if full else []
+        if any(one.answer == UNDECIDED for one in self.decisions):
+            lines.append("The settings below rest on undecided answers: pass more text (--sequences), not --quick.")
         lines += [f"{server}:  {setting}" for server, setting in self.servers.items()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes if full)])
 
@@ -117,7 +121,7 @@ def advise(
     wanted["kept"] = kept
     chosen = options.model_copy(update=wanted)
     done = assess(opened, text, chosen, loading=loading, out=out, where_possible=True, observe=observe)
-    reading = AssessText(opened, text)
+    reading = AssessText(opened, text or (None if is_run(opened.name) else default_text()))
     tokens_NT = reading.sequences(settings.sequences, settings.length)
     default_bos = bool(opened.bos_ids) and int(tokens_NT[0, 0]) in opened.bos_ids
     advice = advice_of(done, tolerance, default_bos, opened.token_texts, tokens_NT)
