@@ -19,10 +19,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from torch import Tensor
 
-from sinklab.assessing.assess_model import Assessment, assess, open_separable
+from sinklab.assessing.assess_model import Assessment, assess, open_separable, text_or_default
 from sinklab.assessing.part import AssessText
 from sinklab.assessing.parts.bos import Bos
 from sinklab.assessing.parts.kv_cache import KVCache
@@ -31,11 +32,9 @@ from sinklab.assessing.parts.quantisation import STATIC, Quantisation
 from sinklab.assessing.parts.streaming import Streaming
 from sinklab.assessing.reading import Effect
 from sinklab.assessing.settings import AssessOptions, settings_for
-from sinklab.data.corpora import default_text
 from sinklab.files import write_text
 from sinklab.jobs import Observer, ignore
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading
-from sinklab.opening import is_run
 from sinklab.schema import VersionedDocument
 
 ADVICE = "advice.txt"
@@ -114,14 +113,13 @@ def advise(
     Raises:
         InputError, SinklabError: see `assess`.
     """
-    wanted = {"parts": PARTS, "kept": options.kept or KEPT}
     opened = open_separable(model, loading)
     settings = settings_for(opened, options.model_copy(update={"parts": PARTS}))
-    kept = tuple(first for first in wanted["kept"] if first < min(settings.caches))
-    wanted["kept"] = kept
-    chosen = options.model_copy(update=wanted)
+    kept = tuple(first for first in options.kept or KEPT if first < min(settings.caches))
+    chosen = options.model_copy(update={"parts": PARTS, "kept": kept})
     done = assess(opened, text, chosen, loading=loading, out=out, where_possible=True, observe=observe)
-    reading = AssessText(opened, text or (None if is_run(opened.name) else default_text()))
+    text = cast("Path | None", text_or_default(opened.name, text))
+    reading = AssessText(opened, text)
     tokens_NT = reading.sequences(settings.sequences, settings.length)
     default_bos = bool(opened.bos_ids) and int(tokens_NT[0, 0]) in opened.bos_ids
     advice = advice_of(done, tolerance, default_bos, opened.token_texts, tokens_NT)

@@ -204,8 +204,7 @@ def assess(
     """
     if isinstance(model, str):
         check_name(model)
-    held_out = text is None and is_run(model if isinstance(model, str) else model.name)
-    text = default_text() if text is None and not held_out else text
+    text = text_or_default(model if isinstance(model, str) else model.name, text)
     parts = sorted(set(map(known_part, options.parts)), key=list(PARTS).index)
     options = options.model_copy(update={"parts": tuple(parts)})
     ledger = Ledger[Assessment](out, ASSESSMENT)
@@ -248,6 +247,11 @@ def assess(
                 observe(JobEvent("skipped", part, text=given))
         run_steps(steps, observe)
         return found
+
+
+def text_or_default(model: str, text: Path | Tensor | None) -> Path | Tensor | None:
+    """Return the text; without one, None for a run (its validation text), else the text that comes with sinklab."""
+    return default_text() if text is None and not is_run(model) else text
 
 
 def open_separable(model: str | Model, loading: Loading) -> Model:

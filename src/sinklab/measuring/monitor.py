@@ -141,7 +141,7 @@ monitor = Monitor
 
 
 class _Record:
-    """What the forward passes of one step have shown, by attention layer (1-based)."""
+    """Statistics of the attention in the forward passes of one training step, by attention layer (1-based)."""
 
     def __init__(self) -> None:
         self.shares: defaultdict[int, list[Tensor]] = defaultdict(list)

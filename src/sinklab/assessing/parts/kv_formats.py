@@ -142,7 +142,7 @@ def _rotated(stored: Stored) -> Stored:
 
 @dataclass(frozen=True)
 class Format:
-    """How keys and values are stored.
+    """A storage format of the KV cache.
 
     Attributes:
         keys, values: what is read from the cache for keys and values that were written to it.
