@@ -11,14 +11,14 @@ from torch import Tensor
 
 from sinklab.attention import query_blocks
 from sinklab.attention.importance import score_rows
-from sinklab.attention.masks import CAUSAL, real_tokens
+from sinklab.attention.masks import CAUSAL, Window, real_tokens
 from sinklab.attention.query_blocks import Block, ScoreMatrix
 from sinklab.errors import InputError
 from sinklab.files import parse_json, write_json
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.collecting import layer_details
 from sinklab.measuring.statistics.details import STATISTICS, Details
-from sinklab.measuring.statistics.statistic_base import Angles, OfRows, OfStream
+from sinklab.measuring.statistics.statistic_base import Angles, OfAngles, OfRows, OfStream
 from sinklab.model.config import ModelConfig
 from sinklab.model.transformer import Transformer
 from sinklab.survey.api import measure
@@ -136,8 +136,23 @@ def test_scores_are_read_and_cosines_computed_once_for_all_statistics(monkeypatc
     assert set(means) == {name for name, one in STATISTICS.items() if isinstance(one, OfRows)}
 
 
+def test_running_sums_under_the_causal_mask_equal_the_sums_over_blocks() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(3, heads, 70, 8, generator=generator) for heads in (4, 2))
+    real = torch.ones(3, 70)
+    real[0, 50:] = 0
+    for tokens in (real, real.flip(1)):
+        found = [
+            layer_details(score_rows(ScoreMatrix(q, k)), real_tokens(tokens), Angles(q, k, mask))[0]
+            for mask in (CAUSAL, Window(70))  # the same keys, but not known to be the causal mask
+        ]
+        assert set(found[0]) == set(found[1])
+        for name, means in found[0].items():
+            torch.testing.assert_close(means, found[1][name], msg=name)
+
+
 def test_what_needs_queries_is_left_out_where_they_are_hidden() -> None:
     q = torch.randn(1, 2, 9, 4, generator=torch.Generator().manual_seed(0))
     means, _ = layer_details(score_rows(ScoreMatrix(q, q)), real_tokens(torch.ones(1, 9)), angles=None)
-    assert [name for name in means if STATISTICS[name].angles] == []
+    assert [name for name in means if isinstance(STATISTICS[name], OfAngles)] == []
     assert "entropy" in means

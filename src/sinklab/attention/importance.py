@@ -16,7 +16,7 @@ N or B sequences, L layers, H heads, T positions. Arrays are 0-based; position 1
 
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -98,6 +98,7 @@ def score_rows(matrix: bl.ScoreMatrix, bias_logits_BHT: Tensor | None = None) ->
     Raises:
         ValueError: if the shapes of queries and keys do not match.
     """
+    matrix = replace(matrix, k_BGSD=matrix.k_BGSD.mT.contiguous().mT)  # laid out once instead of in every product
     q_BHTD, score = matrix.q_BHTD, matrix.score
     bl.check_shapes(q_BHTD, matrix.k_BGSD)
     bias_BHT = None

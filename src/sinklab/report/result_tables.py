@@ -10,6 +10,7 @@ from sinklab.assessing.assess_model import Assessment
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import FIRST_FEW, SecondarySink, first_of_each
+from sinklab.measuring.statistics.statistic_base import OfAngles
 from sinklab.models.families import ranges_text
 from sinklab.report.data import ReportData, rates_by_eps
 from sinklab.survey.suites import ComparedQuantity
@@ -293,7 +294,7 @@ def layers_table(measured: Labelled) -> Table:
 def _statistics(d: Details, layers: int) -> Mapping[str, Mapping[int, str]]:
     """Return the columns of the statistics, angles first: formatted values by title of the column and 0-based layer."""
     columns: dict[str, dict[int, str]] = {}
-    for statistic, array in sorted(d.present(), key=lambda one: not one[0].angles):
+    for statistic, array in sorted(d.present(), key=lambda one: not isinstance(one[0], OfAngles)):
         if (column := statistic.column) is None:
             continue
         found = [column.of(array)] if column.of else [d.by_layer[field] for field in statistic.fields]

@@ -22,12 +22,14 @@ from sinklab.measuring.statistics.secondary import SecondarySearch
 from sinklab.measuring.statistics.statistic_base import (
     Angles,
     Layer,
+    OfAngles,
     OfRows,
     OfStates,
     OfStream,
     ScoreBlock,
     Statistic,
     bucket_starts,
+    from_the_end,
 )
 from sinklab.models.hooks import residual_stream, token_norms
 
@@ -56,6 +58,7 @@ def layer_details(
         None.
     """
     layer: Layer | None = None
+    plain = angles is not None and angles.plain
     sums: dict[str, tuple[OfRows, Tensor]] = {}
     maps: dict[int, Tensor] = {}
     for one in rows:
@@ -65,15 +68,18 @@ def layer_details(
             sums = {
                 name: (statistic, layer.sums(statistic.axes, one.weights_BHQS))
                 for name, statistic in of_kind(OfRows).items()
-                if angles is not None or not statistic.angles
+                if not isinstance(statistic, OfAngles) or (angles is not None and not plain)
             }
         block = ScoreBlock(one, layer)
-        if layer.sees_queries:
+        if angles is not None and not plain:
             layer.pairs_BHT[:, :, block.keys] += block.cosine_and_seen[1].sum(-2)
         for statistic, sums_BHX in sums.values():
             statistic.read(block, sums_BHX)
         _draw(maps, block)
     assert layer is not None
+    if plain:
+        layer.pairs_BHT += from_the_end(layer.counted_BT)[:, None]
+        sums |= {name: (statistic, statistic.causal(layer)) for name, statistic in of_kind(OfAngles).items()}
     return {name: statistic.mean(sums_BHX, layer) for name, (statistic, sums_BHX) in sums.items()}, maps
 
 

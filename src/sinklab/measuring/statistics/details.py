@@ -27,6 +27,7 @@ from sinklab.measuring.statistics.statistic_base import (
     HeadMap,
     Layer,
     MatrixMap,
+    OfAngles,
     OfRows,
     OfStates,
     OfStream,
@@ -35,6 +36,7 @@ from sinklab.measuring.statistics.statistic_base import (
     SequenceLines,
     Statistic,
     WithArrays,
+    from_the_end,
 )
 
 
@@ -55,16 +57,20 @@ class Entropy(OfRows):
     )
 
     def read(self, block: ScoreBlock, sums_BH: Tensor) -> None:
-        sums_BH += torch.special.entr(block.weights_BHQS).sum((-2, -1))
+        sums_BH -= logarithms(block.weights_BHQS).mul_(block.weights_BHQS).sum((-2, -1))
         if block.bias_BHQ is not None:
             sums_BH += (torch.special.entr(block.bias_BHQ) * block.counted_B1Q).sum(-1)
 
 
-class Cosine(OfRows):
+def logarithms(weights: Tensor) -> Tensor:
+    """Return ln A, finite at zeros, so that A ln A is 0 there: half the time of `torch.special.entr` on a CPU."""
+    return weights.clamp(min=torch.finfo(weights.dtype).tiny).log_()
+
+
+class Cosine(OfAngles):
     """Cosine q_t.k_k / (|q_t| |k_k|) of key k, mean over the queries t >= k that see k."""
 
     axes = "LHT"
-    angles = True
     fields = ("cosine_first", "cosine_rest")
     column = Column("cos(q, k)", 3)
     figures = (
@@ -90,12 +96,14 @@ class Cosine(OfRows):
         cosine, seen = block.cosine_and_seen
         sums_BHT[:, :, block.keys] += (cosine * seen).sum(-2)
 
+    def causal(self, layer: Layer) -> Tensor:
+        return layer.angles.causal_cosines(layer.counted_BT)
 
-class NormProduct(OfRows):
+
+class NormProduct(OfAngles):
     """Norm product |q_t| |k_k| of key k, mean over the queries t >= k that see k."""
 
     axes = "LHT"
-    angles = True
     fields = ("norm_product_first", "norm_product_rest")
     column = Column("|q| |k|", 1)
     figures = (
@@ -111,6 +119,9 @@ class NormProduct(OfRows):
     def read(self, block: ScoreBlock, sums_BHT: Tensor) -> None:
         q_norm_BH1Q, (_, seen) = block.layer.angles.q_norm_BHT[:, :, None, block.queries], block.cosine_and_seen
         sums_BHT[:, :, block.keys] += (q_norm_BH1Q @ seen)[:, :, 0]
+
+    def causal(self, layer: Layer) -> Tensor:
+        return from_the_end(layer.angles.q_norm_BHT * layer.counted_BT[:, None])
 
     def mean(self, sums_BHT: Tensor, layer: Layer) -> Tensor:
         return layer.real.align(sums_BHT * layer.angles.k_norm_BHT / layer.pairs_BHT.clamp(min=1))
@@ -185,15 +196,17 @@ VISIBLE_BY_QUERY = BucketLines(
 )
 
 
-class FirstVisible(OfRows):
+class FirstVisible(OfAngles):
     """Share of the queries t in each bucket 1, 2..3, 4..7, .. that see key 1; None if every query sees it."""
 
     axes = "LHQ"
-    angles = True
     figures = (VISIBLE_BY_QUERY,)
 
     def read(self, block: ScoreBlock, sums_BHT: Tensor, /) -> None:
         sums_BHT[:, :, block.queries] = block.sees_first_BHQ
+
+    def causal(self, layer: Layer) -> Tensor:
+        return layer.counted_BT[:, None].expand(-1, layer.angles.q_norm_BHT.shape[1], -1)
 
     def of_mean(self, mean: np.ndarray) -> np.ndarray | None:
         return None if (mean == 1).all() else mean
@@ -210,17 +223,23 @@ class FirstVisibleByHead(FirstVisible):
     def read(self, block: ScoreBlock, sums_BH: Tensor, /) -> None:
         sums_BH += block.sees_first_BHQ.sum(-1)
 
+    def causal(self, layer: Layer) -> Tensor:
+        return super().causal(layer).sum(-1)
 
-class RestVisible(OfRows):
+
+class RestVisible(OfAngles):
     """Share of the keys 2 .. t that a query sees, by query bucket; 0 for t = 1. None if queries see all of them."""
 
     axes = "LHQ"
-    angles = True
     figures = (replace(VISIBLE_BY_QUERY, series="an average other token"),)
 
     def read(self, block: ScoreBlock, sums_BHT: Tensor) -> None:
         others_BHQ = block.cosine_and_seen[1].sum(-1) - block.sees_first_BHQ
         sums_BHT[:, :, block.queries] = others_BHQ / block.earlier_BQ[:, None].clamp(min=1)
+
+    def causal(self, layer: Layer) -> Tensor:
+        after_BT = torch.arange(layer.counted_BT.shape[1], device=layer.first_B11.device) > layer.first_B11[..., 0]
+        return (after_BT * layer.counted_BT)[:, None].expand(-1, layer.angles.q_norm_BHT.shape[1], -1)
 
     def of_mean(self, mean_LHQ: np.ndarray) -> np.ndarray | None:
         return None if (mean_LHQ[..., 1:] == 1).all() else mean_LHQ
@@ -413,7 +432,6 @@ class CosineMap(Statistic):
     """Cosine q_t.k_k / (|q_t| |k_k|) of the requested heads, mean over sequences; 0 at masked keys."""
 
     axes = "PTT"
-    angles = True
     figures = (MatrixMap("map-cosine", "Cosines of single heads", MAPS, "cosine", diverging=True),)
 
 
@@ -421,7 +439,6 @@ class NormProductMap(Statistic):
     """Norm product |q_t| |k_k| of the requested heads, mean over sequences; 0 at masked keys."""
 
     axes = "PTT"
-    angles = True
     figures = (MatrixMap("map-norms", "Norm products of single heads", MAPS, "norm product"),)
 
 

@@ -19,7 +19,6 @@ from typing import Annotated, ClassVar, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
@@ -215,6 +214,7 @@ class Angles:
 
     Attributes:
         q_norm_BHT, k_norm_BHT: l2 norms of queries and keys; keys are repeated over the query heads that share them.
+        plain: whether the mask is the plain causal one. Sums over the queries that see a key are then running sums.
     """
 
     def __init__(self, q_BHTD: Tensor, k_BGTD: Tensor, mask: Mask) -> None:
@@ -226,7 +226,16 @@ class Angles:
         k_norm_BGT = token_norms(k_BGTD)
         self.k_norm_BHT = k_norm_BGT.repeat_interleave(q_BHTD.shape[1] // k_BGTD.shape[1], 1)
         units = _unit(q_BHTD, self.q_norm_BHT), _unit(k_BGTD, k_norm_BGT)
-        self._cosines = bl.ScoreMatrix(*units, mask, scale=1.0)
+        self.plain, self._cosines = mask.plain, bl.ScoreMatrix(*units, mask, scale=1.0)
+
+    def causal_cosines(self, counted_BT: Tensor) -> Tensor:
+        """Sum the cosines of every key with the counted queries t >= k: (B, H, T).
+
+        sum_t q_t.k_k = (sum_t q_t).k_k, so that no score is computed; for the plain causal mask only.
+        """
+        queries_BHTD = from_the_end(self._cosines.q_BHTD * counted_BT[:, None, :, None], -2)
+        keys_BGTD = self._cosines.k_BGSD
+        return (queries_BHTD * keys_BGTD.repeat_interleave(queries_BHTD.shape[1] // keys_BGTD.shape[1], 1)).sum(-1)
 
     def block(self, part: bl.Block) -> tuple[Tensor, Tensor]:
         """Return two tensors (B, H, Q, S) of a block.
@@ -321,14 +330,19 @@ class ScoreBlock:
         return found_BHQ * (at_B11 >= 0)
 
     @cached_property
-    def _before(self) -> Tensor:
-        """Cumulative sums of the attention over the block's keys, with a leading 0."""
-        return F.pad(self.weights_BHQS.cumsum(-1), (1, 0))
+    def _running_sums(self) -> Tensor:
+        return self.weights_BHQS.cumsum(-1)
 
     def _up_to(self, column_BQX: Tensor) -> Tensor:
         """Sum the attention over the keys before a batch column: (B, Q, X) -> (B, H, Q, X)."""
         B, H, Q, S = self.weights_BHQS.shape
-        return self._before.gather(-1, (column_BQX - self.part.low).clamp(0, S)[:, None].expand(B, H, Q, -1))
+        last_BHQX = (column_BQX - self.part.low - 1).clamp(-1, S - 1)[:, None].expand(B, H, Q, -1)
+        return self._running_sums.gather(-1, last_BHQX.clamp(min=0)) * (last_BHQX >= 0)
+
+
+def from_the_end(x: Tensor, dim: int = -1) -> Tensor:
+    """Return running sums over an axis that start at its end: the t-th is the sum of the entries from t on."""
+    return x.flip(dim).cumsum(dim).flip(dim)
 
 
 def _unit(x_BHTD: Tensor, norm_BHT: Tensor) -> Tensor:
@@ -341,8 +355,6 @@ class Statistic(Axes):
     Attributes:
         axes: axes of the statistic's array (see the module docstring).
         averaged: axes of the array that is averaged over sequences, if different.
-        angles: whether the statistic needs queries, which are unknown if attention is measured from the matrices that
-            the model returns.
         fields: names of fields in measurement.json, each with one value per layer or block; may be empty. Statistics
             with axes LH have one field, the mean over heads; LHT, two fields, the means over heads at position 1 and at
             later positions; MT, one field, the mean over tokens; M, one field, the array itself.
@@ -351,7 +363,6 @@ class Statistic(Axes):
     """
 
     averaged: ClassVar[str | None] = None
-    angles: ClassVar[bool] = False
     fields: ClassVar[tuple[str, ...]] = ()
     column: ClassVar[Column | None] = None
     figures: ClassVar[tuple[PlotSpec, ...]] = ()
@@ -397,6 +408,14 @@ class OfRows(Statistic, ABC):
         if last in "TQ":
             return layer.real.align(sums / layer.pairs_BHT.clamp(min=1) if last == "T" else sums)
         return sums / (layer.count_B1[..., None] if last == "D" else layer.count_B1)
+
+
+class OfAngles(OfRows, ABC):
+    """Base class of statistics of queries, which are unknown if attention is measured from the model's matrices."""
+
+    @abstractmethod
+    def causal(self, layer: Layer, /) -> Tensor:
+        """Compute the sums that `read` adds up over all blocks, for the plain causal mask, without any score."""
 
 
 class OfStream(Statistic, ABC):
