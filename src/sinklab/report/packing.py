@@ -11,6 +11,7 @@ Packing the same sweep again with the same version gives identical files. `sinkl
 
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from sinklab.errors import InputError, SinklabError
@@ -41,6 +42,7 @@ from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 
 CHECKED = (RECIPE, METRICS)
 README = "README.md"
+MOST_WITH_EVIDENCE = 40  # claims; the README of a sweep with more has their verdicts only
 COMMAND = "command"  # key of env.json that is not packed, because it contains local paths
 
 
@@ -239,18 +241,21 @@ def readme(summary: Summary, provenance: Sequence[tuple[str, str]], folder: str)
             counts=verdict_counts(summary.claims),
             remarks=remarks_on_counts(summary.claims),
             glance=_glance(summary),
-            claims_table=_claims,
+            evidence=(evidence := len(summary.claims) <= MOST_WITH_EVIDENCE),
+            claims_table=partial(_claims, evidence=evidence),
         )
     )
     return text.removesuffix("\n")
 
 
-def _claims(claims: Sequence[JudgedClaim]) -> Table:
+def _claims(claims: Sequence[JudgedClaim], evidence: bool) -> Table:
     rows = [
         (claim.statement, f"{claim.shown_verdict} at {claim.scale}\n{claim.analysis}", claim.full_evidence)
         for claim in claims
         if claim.verdict != "not asked"
     ]
+    if not evidence:
+        return Table("", names("claim", "verdict"), [row[:2] for row in rows])
     return Table("", names("claim", "verdict", "evidence"), rows)
 
 
