@@ -291,17 +291,25 @@ def report(
     pack: Annotated[
         Path | None, option(OUTPUT, "Also copy the sweep, without weights, into this folder for version control.")
     ] = None,
+    table: Annotated[
+        Path | None, option(OUTPUT, "Also write a table with a row per measured model: a .md or .csv file.")
+    ] = None,
 ) -> None:
     """Write report.html from the results on disk, and print its main tables; unfinished runs are included.
 
     Example: sinklab report runs/lab --format svg
+
+    Example: sinklab report measured/* --table models.md
     """
     from sinklab.commands.results import print_report
     from sinklab.report.collect import collect
+    from sinklab.report.models_table import write_models_table
     from sinklab.report.page import write_page
 
     with JobProgress(stderr(), phase="writing the report"):  # refuses --format and --out before anything is packed
         found = collect(directories)
+        if table is not None:
+            write_models_table(found, table)
         path = write_page(found, out, formats or ())
     if pack is not None:
         from sinklab.report.packing import pack_sweep
