@@ -42,8 +42,7 @@ def test_the_notebook_that_measures_a_model(tmp_path: Path, capsys: pytest.Captu
     text = tmp_path / "text.txt"
     text.write_text(text_file(tmp_path / "text.jsonl", documents=40).read_text())
     names, shown = run_notebook("measure.ipynb", MODEL=str(model), TEXT=text, SEQUENCES=6, LENGTH=16)
-    assert names["tokens"].shape == (6, 16)
-    assert (names["tokens"][:, 0] == 1).all()
+    assert (names["result"].sequences, names["result"].length, names["result"].bos) == (6, 16, True)
     assert "<table" in names["result"]._repr_html_()
     chart = next(one for one in shown if hasattr(one, "to_dict"))
     assert chart.to_dict()

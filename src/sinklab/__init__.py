@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sinklab.measuring.probe import probe, record_attention, watch_attention
     from sinklab.survey.api import SinkCallback, measure
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "Measurement",
     "SinkCallback",
