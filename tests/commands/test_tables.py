@@ -39,7 +39,10 @@ def large(length: int = 64) -> Measurement:
     prefixes = [alpha[..., :16], alpha[..., :32]]
     recorded = {"importance_BHT": alpha, "visible_BHT": alpha, "bias_BH": alpha[..., 0], "hidden_BT": norms}
     recorded |= {"key_norm_BT": norms[1:], "value_norm_BT": norms[1:]}
-    totals.add(Batch(recorded, torch.ones(2, length, dtype=torch.bool), torch.tensor(12.0), 99, prefixes))
+    biased = (True,) * len(recorded["importance_BHT"])
+    totals.add(
+        Batch(recorded, torch.ones(2, length, dtype=torch.bool), torch.tensor(12.0), 99, prefixes, biased=biased)
+    )
     return measurement_from(
         totals, Cost(0.5, 1.0), Options(model_name="m", bos=True), proxy=False, backend="sdpa", dtype="float32"
     )

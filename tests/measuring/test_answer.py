@@ -75,8 +75,8 @@ def test_a_sink_on_the_biases_of_some_layers_is_one_too() -> None:
             if ".bias." in name:
                 logits.fill_(9.0)
     assert answer(measure(model, own_tokens()))[0].startswith(
-        "Strong sink on the bias, sink logit or stick-breaking's rest: 100 % of heads at eps 0.3; in the layers that "
-        "have one; "
+        "Strong sink on the bias, sink logit or stick-breaking's rest: 100 % of heads at eps 0.3; most heads of "
+        "layers 1 to 2; "
     )
 
 

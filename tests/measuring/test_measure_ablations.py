@@ -134,6 +134,22 @@ def test_the_massive_activation_is_zeroed_where_it_first_stands_out() -> None:
     assert ablation.loss_before == sinklab.measure(model, tokens).loss != ablation.loss_after
 
 
+def test_the_massive_activation_is_set_to_its_mean_over_the_sequences_after_each_block() -> None:
+    model, tokens = pair_of("llama")[0], family_tokens()
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.mlp.down_proj.weight[7] *= 30
+        hidden = model(tokens, output_hidden_states=True).hidden_states
+    position = int(hidden[1][0, :, 7].abs().argmax())
+    mean = float(hidden[1][:, position, 7].double().mean())
+    [alone] = sinklab.measure(model, tokens, ablate=["mean_massive:1"]).ablations or []
+    assert f"dimension 7 at position {position + 1} is set to its mean after layer 1 alone" in alone.what
+    with zeroed(model, 1, position + 1, 7, values=[mean]):
+        assert alone.loss_after == pytest.approx(sinklab.measure(model, tokens).loss, rel=1e-6)
+    with zeroed(model, 1, position + 1, 7):
+        assert alone.loss_after != sinklab.measure(model, tokens).loss
+
+
 def test_a_massive_activation_that_a_later_block_writes_anew_is_zeroed_there_too() -> None:
     model, tokens = _massive_twice(), family_tokens()
     removed, once = sinklab.measure(model, tokens, ablate=["zero_massive", "zero_massive:1"]).ablations or []
@@ -204,7 +220,7 @@ def test_an_ablation_that_had_no_effect_is_an_error(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mask_first", "unknown: use mask_first:N, no_bos, zero_massive or zero_massive:LAYER"),
+        ("mask_first", "unknown: use mask_first:N, no_bos, zero_massive"),
         ("zero_massive:x", "unknown"),
         ("zero_massive:3", "zero_massive:3: the model has layers 1 to 2"),
         ("mask_first:x", "unknown"),

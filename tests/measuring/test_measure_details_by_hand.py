@@ -43,6 +43,26 @@ def test_the_shares_of_the_first_key_and_of_an_average_other_one() -> None:
     torch.testing.assert_close(means["rest_by_query"][0, 0], torch.tensor([0.0, 0.1, 0.2]))
 
 
+def test_a_head_is_dormant_for_the_later_queries_that_look_at_the_first_token_or_the_bias_most() -> None:
+    rows = torch.tensor([[1.0, 0, 0, 0], [0.6, 0.4, 0, 0], [0.3, 0.3, 0.4, 0], [0.25, 0.25, 0.25, 0.25]])
+    assert float(_of_rows(rows)["dormant"]) == pytest.approx(2 / 3)  # the query that sees all alike counts, t = 1 not
+    assert float(_of_rows(torch.zeros(4, 4))["dormant"]) == 0
+    with_bias = Rows(Block(0, 4, 0, 4), rows[None, None], torch.tensor([0.0, 0, 0.5, 0])[None, None])
+    assert float(layer_details([with_bias], real_tokens(torch.ones(1, 4)), None)[0]["dormant"]) == 1
+    late = torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0], [0, 0.6, 0.4, 0], [0, 0.2, 0.2, 0.6]])  # padding on the left
+    assert float(_of_rows(late, torch.tensor([[0.0, 1, 1, 1]]))["dormant"]) == pytest.approx(1 / 2)
+
+
+def test_attention_weighted_by_value_norms() -> None:
+    alpha = torch.tensor([(1 + 0.9 + 0.6) / 3, (0.1 + 0.1) / 2, 0.3])  # columns of sums 2.5, 0.2 and 0.3
+    totals = DetailTotals(0.3, 3)
+    layer = _of_rows(torch.tensor([[1.0, 0, 0], [0.9, 0.1, 0], [0.6, 0.1, 0.3]]))
+    layer["value_ratio"] = torch.tensor([[[0.1, 2.0, 1.0]]])  # norms of the values
+    batch = BatchDetails({name: [x] for name, x in layer.items()}, {}, torch.zeros(1, 3, dtype=torch.long), {})
+    totals.add(batch, alpha[None, None, None], None, torch.ones(1, 3, dtype=torch.bool))
+    assert totals.details().value_weighted == pytest.approx(0.25 / (0.25 + 0.4 + 0.3))
+
+
 def test_cosine_and_norm_product_of_two_tokens() -> None:
     q = torch.tensor([[3.0, 0.0], [0.0, 2.0]])[None, None]
     k = torch.tensor([[1.0, 0.0], [4.0, 4.0]])[None, None]

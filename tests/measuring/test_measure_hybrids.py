@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -20,6 +21,12 @@ THREE: dict[str, Any] = GROUPED | {"num_hidden_layers": 3}
 FOUR: dict[str, Any] = GROUPED | {"num_hidden_layers": 4}
 LATENT: dict[str, Any] = FOUR | {"num_key_value_heads": 4}
 MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+SINKS = hf.MiMoV2FlashConfig(
+    **THREE | {"head_dim": 16, "v_head_dim": 8, "num_key_value_heads": 2},
+    sliding_window=4,
+    layer_types=["full_attention", "sliding_attention", "full_attention"],
+    mlp_layer_types=["dense"] * 3,
+)
 HYBRIDS: dict[str, Any] = {
     "jamba": FAMILIES["jamba, one attention layer of two"],
     "qwen3-next": lambda: hf.Qwen3NextConfig(
@@ -145,3 +152,15 @@ def test_nan_is_located_by_the_number_of_the_attention_layer_or_of_the_block() -
             getattr(model.blocks[3].attention, place).weight.fill_(torch.nan)
         with pytest.raises(SinklabError, match=said):
             measure(model, own_tokens())
+
+
+def test_the_attention_to_a_bias_has_gaps_in_layers_without_one() -> None:
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(SINKS, attn_implementation="eager").eval()
+    tokens = family_tokens()
+    found = measure(model, tokens).importance_bias
+    assert found is not None
+    assert np.isnan(found).all(1).tolist() == [True, False, True]
+    with torch.no_grad():
+        weights_BHTT = model(tokens, output_attentions=True).attentions[1]
+    np.testing.assert_allclose(found[1], (1 - weights_BHTT.sum(-1)).mean((0, 2)), rtol=1e-4)

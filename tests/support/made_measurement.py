@@ -17,7 +17,10 @@ def made_measurement(bias: bool = False, name: str = "a model", length: int = T)
     norms = torch.rand(L + 1, N, length, generator=generator) + 1
     recorded = {"importance_BHT": alpha, "key_norm_BT": norms[1:], "value_norm_BT": norms[1:], "hidden_BT": norms}
     recorded |= {"bias_BH": alpha[..., 0]} if bias else {}
-    totals.add(Batch(recorded, torch.ones(N, length, dtype=torch.bool), torch.tensor(12.0), N * (length - 1)))
+    biased = (True,) * len(recorded["importance_BHT"])
+    totals.add(
+        Batch(recorded, torch.ones(N, length, dtype=torch.bool), torch.tensor(12.0), N * (length - 1), biased=biased)
+    )
     return measurement_from(
         totals, Cost(0.5, 100.0), Options(model_name=name, bos=True), proxy=False, backend="sdpa", dtype="float32"
     )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -174,6 +175,7 @@ class Accumulator:
         self.uniform_ratios_T = torch.zeros(length, dtype=torch.float64)
         self.first: list[Tensor] = []
         self.details: DetailTotals | None = None
+        self.biased: Sequence[bool] = ()  # by layer: whether it has a `bias_BH`
         self._sums: dict[str, Tensor] = {}  # over sequences, by name
         self._hits: dict[str, Tensor] = {}  # counts of alpha > eps (thresholds, positions or 1), by name or length
         self._triples: dict[str, Tensor] = {}  # number of (sequence, layer, head) triples, by the same keys
@@ -212,6 +214,7 @@ class Accumulator:
                 self._count(name, recorded[name] if name.endswith("T") else recorded[name][..., None], valid_BT)
         for length, prefix_ABHP in zip(self.lengths, batch.prefixes, strict=True):
             self._count(str(length), prefix_ABHP, valid_BT)
+        self.biased = batch.biased
         self.views = [joined(both) for both in zip_longest(self.views, batch.views)]
         uniform_BT = metrics.uniform_importance(valid_BT.sum(1), T)
         self.uniform_ratios_T[:T] += (importance_ABHT.double().mean((0, 2)) / uniform_BT).sum(0)
@@ -343,6 +346,13 @@ def measurement_from(
         details=None if totals.details is None else totals.details.details(),
         notes=[*notes, *([visibility] if visibility else [])],
         importance_first=torch.cat(totals.first).numpy(),
-        importance_bias=bias.float().numpy() if bias is not None and len(bias) == layers else None,
+        importance_bias=None if bias is None else _with_gaps(bias.float().numpy(), totals.biased),
         **arrays,
     )
+
+
+def _with_gaps(bias_AH: np.ndarray, biased: Sequence[bool]) -> np.ndarray:
+    """Return rows for all layers, NaN in those without a bias."""
+    found_LH = np.full((len(biased), bias_AH.shape[1]), np.nan, bias_AH.dtype)
+    found_LH[np.array(biased)] = bias_AH
+    return found_LH

@@ -195,8 +195,8 @@ class Measurement(WithArrays):
         importance: alpha, mean over sequences (L, H, T).
         importance_visible: alpha averaged only over the queries that may see the key (L, H, T); None if equal to alpha.
         importance_first: alpha of position 1 (N, L, H).
-        importance_bias: the attention whose sink rate is `sink_rate_bias`, mean over sequences (L, H); None if one or
-            more layers lack it.
+        importance_bias: the attention whose sink rate is `sink_rate_bias`, mean over sequences (L, H), NaN in layers
+            without a bias; None if no layer has one.
         importance_registers: alpha of each register (L, H, R), mean over sequences; None if there are fewer than two.
         row_sums: sum of the raw scores of a query, mean over sequences and queries (L, H); None if it is always one.
         dormant: share of the queries t > 1 whose largest attention weight is on position 1 or on what `sink_rate_bias`
@@ -260,7 +260,7 @@ class Measurement(WithArrays):
     importance: Annotated[Array, Axes("LHT")]
     importance_visible: Annotated[ArrayOrNone, Axes("LHT")] = None
     importance_first: Annotated[Array, Axes("NLH")]
-    importance_bias: Annotated[ArrayOrNone, Axes("LH")] = None
+    importance_bias: Annotated[ArrayOrNone, Axes("LH", gaps=True)] = None
     importance_registers: Annotated[ArrayOrNone, Axes("LHR")] = None
     row_sums: Annotated[ArrayOrNone, Axes("LH")] = None
     dormant: Annotated[ArrayOrNone, Axes("LH")] = None

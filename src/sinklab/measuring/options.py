@@ -29,9 +29,9 @@ from sinklab.settings import (
 Inputs = Literal["natural", "random", "repeat"]
 EPS = (0.3,)
 SINK_EPS = EPS[0]  # importance above which a position is a sink, if there is no option for it
-ABLATIONS = "mask_first:N, no_bos, zero_massive or zero_massive:LAYER"
+ABLATIONS = "mask_first:N, no_bos, zero_massive, mean_massive, zero_massive:LAYER or mean_massive:LAYER"
 DIGITS = 9  # maximum number of digits of N and LAYER
-ABLATION = re.compile(rf"no_bos|zero_massive(:\d{{1,{DIGITS}}})?|mask_first:(?P<keys>\d+)")
+ABLATION = re.compile(rf"no_bos|(zero|mean)_massive(:\d{{1,{DIGITS}}})?|mask_first:(?P<keys>\d+)")
 
 
 def parse_eps(given: Any) -> tuple[float, ...]:
@@ -176,7 +176,7 @@ class Study(CommandSettings, frozen=True):
 
     ablate: Annotated[Several[str], Flag(metavar="NAME")] = Field(
         default=(),
-        description="Also measure an ablation: mask_first:N, no_bos, zero_massive or zero_massive:LAYER; repeatable.",
+        description=f"Also measure an ablation: {ABLATIONS}; repeatable.",
     )
     swap_position: Annotated[tuple[int, int] | None, Flag(metavar="I J", panel=ADVANCED)] = Field(
         default=None, description="Swap the learned embeddings of positions I and J."
@@ -192,7 +192,7 @@ class Study(CommandSettings, frozen=True):
     def check(self, length: int) -> None:
         """Check that the interventions are possible on sequences of `length` tokens.
 
-        Whether the layer of zero_massive:LAYER and the positions exist in the model is not checked.
+        Whether the layer of an ablation and the positions exist in the model is not checked.
 
         Raises:
             InputError: if an ablation is unknown or impossible at this length, `perturb` is not within 2 to

@@ -195,6 +195,7 @@ class Batch:
         prefixes: alpha (layers, B, H, length) of the sequences truncated to each of the accumulator's lengths.
         views: how the mask differs from the full causal mask, by layer (mask_coverage.py); None if it does not.
         details: statistics of `--details`; None if neither details nor maps are requested.
+        biased: whether each attention layer has a `bias_BH`.
     """
 
     recorded: Mapping[str, Tensor]
@@ -204,6 +205,7 @@ class Batch:
     prefixes: Sequence[Tensor] = ()
     views: Sequence[View | None] = ()
     details: BatchDetails | None = None
+    biased: Sequence[bool] = ()
 
     def on_cpu(self) -> "Batch":
         """Return a copy on the CPU, with one synchronisation per GPU; `details` stays on its device."""
@@ -248,7 +250,8 @@ def batch_of(
         "before_BT": [real.align(norm_BT) for norm_BT in before],
     }
     recorded |= {name: _stacked(parts) for name, parts in places.items() if parts}
-    return Batch(recorded, real.valid_BR, *loss, prefixes, [layer.view for layer in layers], details)
+    views, biased = [layer.view for layer in layers], [layer.bias_BH is not None for layer in layers]
+    return Batch(recorded, real.valid_BR, *loss, prefixes, views, details, biased)
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:

@@ -27,6 +27,7 @@ Ablations: the same sequences without the first keys, without BOS, or without th
     zero_massive   the hidden-state entry (position, channel) with the largest ratio to the median is set to zero after
                    the first block after which it is the largest entry, and after every later block (`zeroed`)
     zero_massive:LAYER   the same entry is set to zero after this block only
+    mean_massive, mean_massive:LAYER   the entry is set to its mean over the sequences instead (2402.17762, table 3)
 
 The losses without and with the ablation are over the same targets: those predicted by a query from which keys are
 hidden (mask_first), those present in both versions of the sequence (no_bos), or all targets. If an entry is zeroed
@@ -38,6 +39,7 @@ activation.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,9 +67,14 @@ from sinklab.tables import highest_rate
 
 @contextmanager
 def zeroed(
-    model: LanguageModel, layer: int, position: int, dimension: int, last_layer: int | None = None
+    model: LanguageModel,
+    layer: int,
+    position: int,
+    dimension: int,
+    last_layer: int | None = None,
+    values: Sequence[float] = (),
 ) -> Iterator[None]:
-    """Set one channel of the residual stream to zero at one position of every sequence, after one block or several.
+    """Set one channel of the residual stream to a value at one position of every sequence, after one block or several.
 
     Sequences that end before the position are unchanged. Other forward hooks of a block receive the changed output,
     also if they were registered earlier.
@@ -78,6 +85,7 @@ def zeroed(
             before it.
         dimension: channel, 0-based, as in `massive_activations`.
         last_layer: the channel is zeroed after each block from `layer` to this one; by default only after `layer`.
+        values: the value after each of these blocks; default: zero.
 
     Raises:
         InputError: if a layer or the position does not exist, `last_layer` is below `layer`, or an exported model was
@@ -98,13 +106,13 @@ def zeroed(
     if position < first:
         raise InputError(f"position {position} does not exist: positions start at {first}")
 
-    def leaving(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+    def leaving(value: float, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         hidden_BTC = hidden_states(output).clone()
         T, C = hidden_BTC.shape[1:]
         if not 0 <= dimension < C:
             raise InputError(f"dimension {dimension} does not exist: use 0 to {C - 1}")
         here_BT = torch.arange(T, device=hidden_BTC.device) == columns(hidden_BTC)[:, None] + position - 1
-        hidden_BTC[..., dimension].masked_fill_(here_BT, 0)
+        hidden_BTC[..., dimension].masked_fill_(here_BT, value)
         if isinstance(output, torch.Tensor):
             return hidden_BTC
         changed = (hidden_BTC, *output[1:])
@@ -114,7 +122,10 @@ def zeroed(
     with (
         probed_alone(adapter.module),
         adapter.first_columns() as columns,
-        hooked(block.register_forward_hook(leaving, prepend=True) for block in chosen),
+        hooked(
+            block.register_forward_hook(partial(leaving, value), prepend=True)
+            for block, value in zip(chosen, values or [0.0] * len(chosen), strict=True)
+        ),
     ):
         yield
 
@@ -261,7 +272,7 @@ class Plan:
         first_target: 1-based position, in the unablated sequences, of the first target included in both losses.
         dropped: number of tokens removed from the start of each sequence.
         hidden: number of keys hidden from later queries; 0 for ablations that hide none.
-        largest: for zero_massive, the activation with the largest ratio to the median; else None.
+        largest: for zero_massive and mean_massive, the activation with the largest ratio to the median; else None.
     """
 
     name: str
@@ -346,7 +357,7 @@ def _largest_by_block(adapter: Adapter, tokens_T: Tensor) -> list[MassiveActivat
 
 
 def plan_ablation(name: str, adapter: Adapter, tokens_NT: Tensor, bos_tokens: int) -> Plan:
-    """Build the plan of the named ablation; zero_massive runs the model on the first sequence.
+    """Build the plan of the named ablation; zero_massive and mean_massive run the model.
 
     Args:
         name: name of the ablation, which `Study.check` has checked.
@@ -354,7 +365,7 @@ def plan_ablation(name: str, adapter: Adapter, tokens_NT: Tensor, bos_tokens: in
 
     Raises:
         InputError: if the layer does not exist, there is no BOS to remove, or the sequences without it are too short.
-        SinklabError: if the name is zero_massive and the blocks of the model cannot be found.
+        SinklabError: if the name is zero_massive or mean_massive and the blocks of the model cannot be found.
     """
     kind, _, number = name.partition(":")
     first_target = adapter.first_target
@@ -368,8 +379,8 @@ def plan_ablation(name: str, adapter: Adapter, tokens_NT: Tensor, bos_tokens: in
             first_target=max(hidden + 2, first_target),
             hidden=hidden,
         )
-    if kind == "zero_massive":
-        return _zero_massive(name, adapter, tokens_NT[0], number)
+    if kind in ("zero_massive", "mean_massive"):
+        return _massive(name, adapter, tokens_NT, number, to_mean=kind == "mean_massive")
     if not bos_tokens:
         raise InputError("no_bos: the sequences have no BOS to remove; pass bos=True if position 1 is BOS")
     length, after = tokens_NT.shape[1], first_target + bos_tokens
@@ -378,8 +389,8 @@ def plan_ablation(name: str, adapter: Adapter, tokens_NT: Tensor, bos_tokens: in
     return Plan("no_bos", "the sequences without BOS", nullcontext(), first_target=after, dropped=bos_tokens)
 
 
-def _zero_massive(name: str, adapter: Adapter, tokens_T: Tensor, alone: str) -> Plan:
-    found = _largest_by_block(adapter, tokens_T)
+def _massive(name: str, adapter: Adapter, tokens_NT: Tensor, alone: str, to_mean: bool) -> Plan:
+    found = _largest_by_block(adapter, tokens_NT[0])
     top, layers = strongest(found)[0], len(found)
     one = next(one for one in found if (one.position, one.dimension) == (top.position, top.dimension))
     first, last = (int(alone), int(alone)) if alone else (one.layer, layers)
@@ -389,11 +400,25 @@ def _zero_massive(name: str, adapter: Adapter, tokens_T: Tensor, alone: str) -> 
     learned = "the learned sink token" if leading == 1 else f"register {one.position + leading} of {leading}"
     where = f"position {one.position}" if one.position > 0 else learned
     after = f"layer {first} alone" if alone else f"layers {first} to {last}" if first < last else f"layer {first}"
+    values = _means(adapter, tokens_NT, one)[first - 1 : last] if to_mean else []
     return Plan(
         name,
-        f"dimension {one.dimension} at {where} is zeroed after {after} "
+        f"dimension {one.dimension} at {where} is {'set to its mean' if to_mean else 'zeroed'} after {after} "
         f"(it was {top.value:,.1f} after layer {top.layer}, {top.ratio_to_median:,.0f} times the median)",
-        zeroed(adapter.module, first, one.position, one.dimension, last),
+        zeroed(adapter.module, first, one.position, one.dimension, last, values),
         first_target=adapter.first_target,
         largest=top,
     )
+
+
+def _means(adapter: Adapter, tokens_NT: Tensor, one: MassiveActivation) -> list[float]:
+    """Return the mean over sequences of an activation's channel at its position, after each block."""
+    column, total_L = adapter.leading + one.position - 1, torch.zeros(())
+    with (
+        evaluating(adapter.module),
+        residual_stream(residual_blocks(adapter), lambda x_BTC: x_BTC[:, column, one.dimension].double().sum()) as sums,
+    ):
+        for part_BT in tokens_NT.split(BATCH_SIZE):
+            adapter.run(part_BT.to(adapter.device))
+            total_L = total_L + torch.stack([value.cpu() for value in sums])
+    return (total_L[1:] / len(tokens_NT)).tolist()

@@ -91,8 +91,8 @@ def measure(
         gradients: also measure the gradient norm of the loss at the attention input, by layer and position, and the
             ratio R_GS of gradient sinks (driver.py). This takes another forward and a backward pass per batch.
             Padding is not supported.
-        ablate: ablations to measure: "mask_first:N", "no_bos", "zero_massive", "zero_massive:LAYER" (surgery.py).
-            Padding is not supported.
+        ablate: ablations to measure: "mask_first:N", "no_bos", "zero_massive", "mean_massive", and the last two with
+            ":LAYER" (surgery.py). Padding is not supported.
         perturb: 1-based position whose token is replaced, to measure how far the effect spreads (mixing.py). Padding is
             not supported.
         model_name: model name, stored with the result; default: the name of a model that was given by its name.

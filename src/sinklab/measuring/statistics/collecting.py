@@ -252,6 +252,9 @@ class DetailTotals:
         seen = {name: torch.stack([part.cpu().double() for part in parts]) for name, parts in batch.layers.items()}
         seen |= batch.stream
         seen["secondary"] = self._search.find(importance_ABHR, hidden_MBR, alignment_MBR, batch.tokens_BR, valid_BR)
+        left_BR = (valid_BR.sum(1, keepdim=True) - torch.arange(valid_BR.shape[1])).clamp(min=0)
+        weighted_ABHR = importance_ABHR.double() * left_BR[:, None] * seen["value_ratio"]  # sums over queries
+        seen["value_weighted"] = weighted_ABHR[..., 0] / weighted_ABHR.sum(-1).clamp(min=1e-30)
         for name, values in seen.items():
             mean = self._means[name]
             mean.add(*(self._by_bucket(values, valid_BR) if mean.axes == "LHQ" else (values, valid_BR)))

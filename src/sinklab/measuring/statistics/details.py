@@ -67,6 +67,56 @@ def logarithms(weights: Tensor) -> Tensor:
     return weights.clamp(min=torch.finfo(weights.dtype).tiny).log_()
 
 
+class DormantShare(OfRows):
+    """Share of the queries t > 1 whose largest attention weight is on the first token, or on a bias or sink logit.
+
+    Ties count; rows of zeros do not. A head is dormant for such a query (2410.13835), and active for the others.
+    """
+
+    axes = "LH"
+    fields = ("dormant_by_layer",)
+    column = Column("dormant", 2)
+    figures = (
+        HeadMap(
+            "dormant",
+            "Dormant heads",
+            "Share of the queries whose largest attention weight is on the first token (or a bias or sink logit), mean "
+            "over sequences. A head with a share near one does nothing for nearly all tokens.",
+            "share",
+        ),
+    )
+
+    def read(self, block: ScoreBlock, sums_BH: Tensor) -> None:
+        first_BHQ, largest_BHQ = block.at_first_BHQ, block.weights_BHQS.amax(-1)
+        if block.bias_BHQ is not None:
+            first_BHQ, largest_BHQ = (torch.maximum(x, block.bias_BHQ) for x in (first_BHQ, largest_BHQ))
+        sums_BH += ((first_BHQ >= largest_BHQ) & (largest_BHQ > 0)).mul(block.later_B1Q).sum(-1)
+
+    def mean(self, sums_BH: Tensor, layer: Layer) -> Tensor:
+        return sums_BH / (layer.count_B1 - 1).clamp(min=1)
+
+
+class ValueWeighted(Statistic):
+    """Share of the first token in the attention weighted by value norms, sum_t A_t1 |v_1| / sum_tk A_tk |v_k|.
+
+    An upper bound of its share in the head's outputs (2004.10102 weighs attention by the norms of transformed values).
+    A sink whose value is near zero has a large alpha_1 and a small share here.
+    """
+
+    axes = "LH"
+    fields = ("value_weighted_by_layer",)
+    column = Column("|A||v|", 2)
+    figures = (
+        HeadMap(
+            "value-weighted",
+            "Attention on the first token, weighted by value norms",
+            "Share of the first token in the sum of attention weights times value norms, mean over sequences. Compare "
+            "with the sink by head: where it is smaller, the sink adds little to the output.",
+            "share",
+        ),
+    )
+
+
 class Cosine(OfAngles):
     """Cosine q_t.k_k / (|q_t| |k_k|) of key k, mean over the queries t >= k that see k."""
 
@@ -144,6 +194,7 @@ class ByDistance(OfRows):
     """Attention by distance t - k in buckets 0, 1, 2..3, 4..7, ..: sum of A_tk over a bucket, mean over queries."""
 
     axes = "LHD"
+    column = Column("A[t, t]", 2, of=lambda shares_LHD: shares_LHD[..., 0].mean(1))
     figures = (
         BucketLines(
             "by-distance",
@@ -481,6 +532,8 @@ class Details(WithArrays):
     first_visible: Annotated[ArrayOrNone, FirstVisible()] = None
     rest_visible: Annotated[ArrayOrNone, RestVisible()] = None
     first_visible_by_head: Annotated[ArrayOrNone, FirstVisibleByHead()] = None
+    dormant: Annotated[ArrayOrNone, DormantShare()] = None
+    value_weighted: Annotated[ArrayOrNone, ValueWeighted()] = None
     gate: Annotated[ArrayOrNone, GateMean()] = None
     gate_closed: Annotated[ArrayOrNone, ClosedGates()] = None
     map_attention: Annotated[ArrayOrNone, AttentionMap()] = None

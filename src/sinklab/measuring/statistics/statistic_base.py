@@ -146,14 +146,15 @@ class Axes:
 
     Attributes:
         axes: letters of the axes, in order.
-        infinite: whether values may be infinite; they are never NaN.
+        infinite: whether values may be infinite.
+        gaps: whether values are NaN in layers that do not have the quantity; others are never NaN.
     """
 
     axes: str
     infinite: ClassVar[bool] = False
 
-    def __init__(self, axes: str) -> None:
-        self.axes = axes
+    def __init__(self, axes: str, gaps: bool = False) -> None:
+        self.axes, self.gaps = axes, gaps
 
 
 class WithArrays(Part):
@@ -200,7 +201,8 @@ class WithArrays(Part):
             expected = tuple(sizes.get(axis, "any") for axis in one.axes)
             if array.shape != expected:
                 raise ValueError(f"{self.prefix}{name} has shape {array.shape}, expected {expected}")
-            if np.isnan(array).any() or not (one.infinite or np.isfinite(array).all()):
+            known = array[~np.isnan(array)] if one.gaps else array
+            if np.isnan(known).any() or not (one.infinite or np.isfinite(known).all()):
                 raise ValueError(f"{self.prefix}{name} contains NaN or infinity")
 
 
@@ -311,6 +313,21 @@ class ScoreBlock:
         """Attention of every query to the first token."""
         first_BQ1 = self.layer.first_B11.expand(-1, self._query_1Q1.shape[1], 1)
         return (self._up_to(first_BQ1 + 1) - self._up_to(first_BQ1))[..., 0]
+
+    @property
+    def later_B1Q(self) -> Tensor:
+        """1 for queries of real tokens after the first, else 0."""
+        return (self.earlier_BQ > 0)[:, None] * self.counted_B1Q
+
+    @property
+    def at_first_BHQ(self) -> Tensor:
+        """Largest weight of every query on the first token and the learned tokens before it."""
+        first_B11 = self.layer.first_B11 - self.part.low
+        leading = self.weights_BHQS[..., : max(int(first_B11.max()) + 1, 0)]
+        if not leading.shape[-1]:
+            return self.weights_BHQS.new_zeros(self.weights_BHQS.shape[:3])
+        columns = torch.arange(leading.shape[-1], device=leading.device)
+        return (leading * (columns <= first_B11[..., None])).amax(-1)
 
     @cached_property
     def cosine_and_seen(self) -> tuple[Tensor, Tensor]:
