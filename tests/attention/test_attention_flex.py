@@ -20,6 +20,7 @@ from sampling import one_in
 
 from sinklab.attention import masks
 from sinklab.attention import primitive as flex_backend
+from sinklab.attention.importance import flex_column_sums, score_rows, sum_rows
 from sinklab.attention.primitive import attend
 from sinklab.attention.query_blocks import ScoreMatrix
 from sinklab.attention.scores import (
@@ -67,6 +68,42 @@ def test_flex_forward_equals_eager(score: str, mask: str) -> None:
         flex, eager = (attend(ScoreMatrix(q, k, MASKS[mask], function), v, backend) for backend in ("flex", "eager"))
     for ours, reference in zip(flex, eager, strict=True):
         torch.testing.assert_close(ours, reference.to(ours.dtype), rtol=1e-4, atol=1e-4)
+
+
+SHORT = torch.arange(70) < torch.tensor([[70], [41]])  # the second sequence has padding on the right
+SUMMED: dict[str, Score | None] = {"none": None, "sigmoid": log_sigmoid(), "softcap": softcap(2.0), "relu": log_relu()}
+
+
+@pytest.mark.parametrize("mask", [*MASKS, "leading", "left_padding"])
+@pytest.mark.parametrize("score", SUMMED)
+@pytest.mark.parametrize("bias", [False, True])
+def test_column_sums_by_flex_are_those_of_the_rows(mask: str, score: str, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, heads, 70, 16, generator=generator) for heads in (4, 2))
+    others = {
+        "document": masks.Document(torch.arange(70).expand(2, -1) // 13),
+        "sink_token_document": masks.Leading(masks.Document(torch.arange(69).expand(2, -1) // 13)),
+        "leading": masks.Leading(masks.CAUSAL, 3),
+        "left_padding": masks.Padded(masks.Window(9), torch.tensor([0, 29])),
+    }
+    matrix = ScoreMatrix(q, k, {**MASKS, **others}[mask], SUMMED[score])
+    logits = torch.randn(1, 4, 1, generator=generator) if bias else None
+    counted = SHORT.flip(1) if mask == "left_padding" else SHORT
+    expected = sum_rows(score_rows(matrix, logits), q, 70, matrix.mask, counted)
+    found = flex_column_sums(matrix, logits, counted)
+    for name in ("keys_BHS", "bias_BH", "earlier_BHS"):
+        ours, reference = getattr(found, name), getattr(expected, name)
+        assert (ours is None) == (reference is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-6 * float(reference.max()))
+
+
+def test_column_sums_by_flex_of_the_last_queries() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 2, 20, 16, generator=generator), torch.randn(1, 2, 70, 16, generator=generator)
+    matrix = ScoreMatrix(q, k, masks.Window(40))
+    expected = sum_rows(score_rows(matrix), q, 70, matrix.mask)
+    torch.testing.assert_close(flex_column_sums(matrix).keys_BHS, expected.keys_BHS, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("operation", one_in(4, TAKING_BIAS_KEYS))

@@ -74,7 +74,7 @@ def flex_attend(
 
 def without_kernels() -> None:
     """Put plain operations in the place of what only a card runs, and leave out what needs numbers."""
-    primitive.flex_attend = flex_attend  # pyrefly: ignore[bad-assignment]
+    primitive.flex_attend = importance.flex_attend = flex_attend  # pyrefly: ignore[bad-assignment]
     loss._compiled_loss = lambda: loss._loss_and_slope  # type: ignore[assignment]
     world.pick_device = lambda name: torch.device("cuda:0")
     driver.Accumulator.add = lambda totals, batch: batch.on_cpu()  # type: ignore[method-assign]

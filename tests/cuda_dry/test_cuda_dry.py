@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 BATCHES_OF_LOSS, BATCHES_OF_METRIC = 3, 2  # of the recipe in steps.py
 IN_STEP = {
     "copy to the card, data/loader.py batch": 1,
-    "copy from the card, train/update.py _begin_copy": 1,
+    "copy from the card, train/update.py add": 1,
     "event, train/update.py read": 1,
 }
 WITHOUT_FUSED_CHECK = {  # checked before the optimiser's step

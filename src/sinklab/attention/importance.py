@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from sinklab.attention import query_blocks as bl
-from sinklab.attention.masks import Mask, visible_queries
-from sinklab.attention.primitive import exponentials_, finite_normaliser
+from sinklab.attention.masks import Mask, Turned, visible_queries
+from sinklab.attention.primitive import exponentials_, finite_normaliser, flex_attend, log_normaliser
+from sinklab.attention.scores import Score
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,43 @@ def sum_rows(
             weights = weights.tril_(diagonal)
         keys_BHS[:, :, one.block.keys] += weights.sum(-2)
     return ColumnSums(keys_BHS, bias_BH, earlier_BHS)
+
+
+@torch.no_grad()
+def flex_column_sums(
+    matrix: bl.ScoreMatrix, bias_logits_BHT: Tensor | None = None, counted_BT: Tensor | None = None
+) -> ColumnSums:
+    """Compute `sum_rows` of `score_rows` with FlexAttention, which stores no scores.
+
+    sum_t exp(l_tk - lse_t) is the exponential of the log-sum-exp of key k over the queries: that of a second call, in
+    which keys and queries change roles and lse_t is subtracted from the scores. The products are those of the dtype of
+    the queries, accumulated in float32.
+
+    Args:
+        matrix: queries, keys, mask and score function.
+        bias_logits_BHT: as for `score_rows`.
+        counted_BT: as for `sum_rows`.
+    """
+    q_BHTD, k_BGSD, score, first = matrix.q_BHTD, matrix.k_BGSD, matrix.score, matrix.offset
+    lse_BHT, bias_BH = log_normaliser(matrix, "flex"), None
+    if bias_logits_BHT is not None:
+        logits_BHT = bias_logits_BHT.to(lse_BHT.dtype).expand(lse_BHT.shape)
+        lse_BHT = torch.logaddexp(lse_BHT, logits_BHT)
+        share_BHT = torch.exp(logits_BHT - finite_normaliser(lse_BHT))
+        bias_BH = (share_BHT if counted_BT is None else share_BHT * counted_BT[:, None]).sum(-1)
+
+    def divided(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, lse_BHT: Tensor, *tensors: Tensor) -> Tensor:
+        logit = z if score is None else score.function(z, b, h, k + first, q + first, *tensors)
+        return logit - lse_BHT[b, h, k]
+
+    turned = Score(divided, (finite_normaliser(lse_BHT), *(score.tensors if score else ())))
+    k_BHSD = k_BGSD.repeat_interleave(q_BHTD.shape[1] // k_BGSD.shape[1], 1)
+
+    def sums(later: bool) -> Tensor:
+        mask = Turned(matrix.mask, first, later, counted_BT)
+        return flex_attend(k_BHSD, q_BHTD, q_BHTD[..., :0], turned, mask, matrix.factor)[1].exp()
+
+    return ColumnSums(sums(later=False), bias_BH, None if matrix.mask.causal else sums(later=True))
 
 
 def importance_from_sums(keys_BHT: Tensor, queries_B: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from sinklab.attention import masks
 from sinklab.attention import query_blocks as bl
 from sinklab.attention.biases import BiasParameters
 from sinklab.attention.config import AttentionConfig
-from sinklab.attention.importance import ColumnSums, Importance, Rows, seen_by, sum_rows, unpadded_importance
+from sinklab.attention.importance import ColumnSums, Importance, Rows, seen_by, unpadded_importance
 from sinklab.attention.masks import Mask, visible_queries
 from sinklab.attention.operations import Operation
 from sinklab.attention.operations.base import Call, LogSimilarity
@@ -130,7 +130,7 @@ class LayerCall:
     @torch.no_grad()
     def column_sums(self, counted_BT: Tensor | None = None) -> ColumnSums:
         """Sum the attention rows over the queries in the boolean mask `counted_BT` (None: all)."""
-        return sum_rows(self.rows(), self.call.q_BHTD, self.call.k_BGTD.shape[2], self.call.mask, counted_BT)
+        return self.operation.column_sums(self.call, counted_BT)
 
     @torch.no_grad()
     def importance(self) -> Importance:

@@ -252,6 +252,33 @@ class Leading(WrappedMask):
 
 
 @dataclass(frozen=True, eq=False)
+class Turned(Mask):
+    """Mask `rest` with the roles of keys and queries exchanged: query q of this mask is key q, key k is query k.
+
+    Attributes:
+        rest: mask of T queries at the last T of S positions.
+        first: position of the first query among the keys, S - T.
+        later: whether to keep the keys after a query's position, instead of those up to it.
+        counted_BT: bool, queries to keep; None keeps all.
+    """
+
+    rest: Mask
+    first: int
+    later: bool = False
+    counted_BT: Tensor | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        rows, heads = self.rest.sizes
+        return (rows if self.counted_BT is None else max(rows, len(self.counted_BT))), heads
+
+    def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        key, query = q + self.first, k + self.first  # the positions of FlexAttention's queries begin at T - S
+        seen = self.rest.allowed(b, h, query, key) & ((key > query) == self.later)
+        return seen if self.counted_BT is None else seen & self.counted_BT[b, k]
+
+
+@dataclass(frozen=True, eq=False)
 class HiddenFirst(WrappedMask):
     """Mask that hides the first `count` keys from the queries after them; the first `count` queries are unchanged."""
 

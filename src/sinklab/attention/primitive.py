@@ -241,7 +241,8 @@ def _block_mask(mask: Mask, queries: int, keys: int, device: str) -> Any:
         return mask.allowed(b, h, q + offset, k)
 
     rows, heads = (count if count > 1 else None for count in mask.sizes)
-    return flex.create_block_mask(mask_mod, rows, heads, queries, keys, device=device)
+    compile = device.startswith("cuda")  # else the mask of every query and key is stored
+    return flex.create_block_mask(mask_mod, rows, heads, queries, keys, device=device, _compile=compile)
 
 
 @functools.cache

@@ -203,7 +203,7 @@ def measure(
     check_length(longest, adapter.limit)
     adapter.check(tokens_NT, longest, options.lengths)
     if trial:
-        adapter.check_causal(tokens_NT[0, mask_NT[0].bool()])
+        adapter.check_causal(tokens_NT[0, : int(aligned.count_B[0]) if padded else longest])
     if options.gradients:
         if not adapter.has_head:
             raise InputError("the gradients are those of the loss, and the model has no LM head: leave them out")

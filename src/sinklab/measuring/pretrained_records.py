@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from sinklab.attention.importance import ColumnSums, Rows, importance_from_sums, unpadded_importance
 from sinklab.attention.layer_call import LayerCall, attend_and_sum
 from sinklab.attention.masks import CAUSAL, RealTokens, Window, real_tokens, visible_queries
+from sinklab.attention.primitive import flex_serves
 from sinklab.attention.query_blocks import Block, accumulate_dtype
 from sinklab.errors import SinklabError
 from sinklab.measuring.records import LayerRecord, end_to_end, seen_over
@@ -345,8 +346,9 @@ class CallRecords(Recorder):
             cut = zip(self._lengths, prefixes_BHES.unbind(2), strict=True)
             totals.prefixes = tuple(unpadded_importance(sums_BHS, length) for length, sums_BHS in cut)
         else:
-            sums, cut = exact.column_sums(counted_BT), (layer.leading + length for length in self._lengths)
-            totals.prefixes = tuple(exact.cut(positions).importance().positions_BHT for positions in cut)
+            summed = layer if flex_serves(q, k) else exact  # FlexAttention accumulates in float32
+            sums, cut = summed.column_sums(counted_BT), (layer.leading + length for length in self._lengths)
+            totals.prefixes = tuple(summed.cut(positions).importance().positions_BHT for positions in cut)
         row_sums_BH = None
         if not exact.operation.sums_to_one:
             row_sums_BHT = exact.operation.row_sums(exact.call)

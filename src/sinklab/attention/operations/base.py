@@ -20,9 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from sinklab.attention.biases import extra_logits, with_extra_key
-from sinklab.attention.importance import Rows, score_rows
+from sinklab.attention.importance import ColumnSums, Rows, flex_column_sums, score_rows, sum_rows
 from sinklab.attention.masks import Mask, visible_keys
-from sinklab.attention.primitive import Backend, attend, attend_output, finite_normaliser, log_normaliser
+from sinklab.attention.primitive import (
+    Backend,
+    attend,
+    attend_output,
+    finite_normaliser,
+    flex_serves,
+    log_normaliser,
+)
 from sinklab.attention.query_blocks import ScoreMatrix, accumulate_dtype
 from sinklab.attention.scores import Score, compose, plus_of_head
 from sinklab.schema import Kind
@@ -226,6 +233,10 @@ class OperationPart(Kind, ABC):
         them. For stick-breaking, the remaining attention is returned as the attention to a bias.
         """
 
+    def column_sums(self, call: Call, counted_BT: Tensor | None = None) -> ColumnSums:
+        """Sum the rows over the queries in the boolean mask `counted_BT` (None: all)."""
+        return sum_rows(self.rows(call), call.q_BHTD, call.k_BGTD.shape[2], call.mask, counted_BT)
+
     @abstractmethod
     def row_sums(self, call: Call) -> Tensor:
         """Compute the row sums sum_s A_ts: (B, H, T).
@@ -276,6 +287,12 @@ class LogSimilarity(OperationPart):
 
     def rows(self, call: Call) -> Iterator[Rows]:
         return call.rows(self.normalisation(call).similarity)
+
+    def column_sums(self, call: Call, counted_BT: Tensor | None = None) -> ColumnSums:
+        if not flex_serves(call.q_BHTD, call.k_BGTD):
+            return super().column_sums(call, counted_BT)
+        similarity = self.normalisation(call).similarity
+        return flex_column_sums(call.matrix(similarity), call.bias_logits(similarity), counted_BT)
 
     def row_sums(self, call: Call) -> Tensor:
         normalisation = self.normalisation(call)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from sinklab.attention import query_blocks as bl
-from sinklab.attention.importance import Rows
+from sinklab.attention.importance import ColumnSums, Rows
 from sinklab.attention.operations.base import Call, LogSimilarity, Normalisation
 from sinklab.attention.operations.differential import Difference, halves
 from sinklab.attention.scores import Score, log_of, per_query
@@ -79,6 +79,9 @@ class ThresholdRectified(Threshold, LogSimilarity):
 
     def rows(self, call: Call) -> Iterator[Rows]:
         return super().rows(of_unit_vectors(call))
+
+    def column_sums(self, call: Call, counted_BT: Tensor | None = None) -> ColumnSums:
+        return super().column_sums(of_unit_vectors(call), counted_BT)
 
     def row_sums(self, call: Call) -> Tensor:
         return super().row_sums(of_unit_vectors(call))
