@@ -179,9 +179,18 @@ def test_presses_of_kvpress_cost_what_they_cost_token_by_token() -> None:
     assert found["AdaKV, first 4 dropped"].first_kept == 0
 
 
-def test_snapkv_of_kvpress_is_that_of_the_part() -> None:
-    found = pressed({"press": presses()["SnapKV"]}, kept=(3,))
-    policies = pressed(None, budgets=(PROMPT // 2,), kept=(3,))
-    for press, policy in (("press", "SnapKV"), ("press, first 3 dropped", "SnapKV without sink")):
-        assert found[press].loss == pytest.approx(policies[policy].loss, abs=1e-7)
-        assert found[press].first_kept == policies[policy].first_kept
+def test_policies_of_the_part_are_those_of_kvpress() -> None:
+    given, kvpress = presses(), pytest.importorskip("kvpress")
+    given["TOVA"], given["KeyDiff"], given["key norm"] = (
+        kind(0.5) for kind in (kvpress.TOVAPress, kvpress.KeyDiffPress, kvpress.KnormPress)
+    )
+    ratios = [1 - keys / PROMPT for keys in (12, 4)]  # kvpress divides the budgets of layers otherwise
+    given["PyramidKV"] = kvpress.PerLayerCompressionPress(given["SnapKV"], ratios)
+    found = pressed(given, kept=(2,))
+    policies = pressed(None, budgets=(PROMPT // 2,), kept=(2,))
+    compared = [*(set(given) & set(policies)), "SnapKV without sink"]
+    assert len(compared) == 8
+    for name in compared:
+        press = found[name.replace(" without sink", ", first 2 dropped")]
+        assert press.loss == pytest.approx(policies[name].loss, abs=1e-9), name
+        assert press.first_kept == policies[name].first_kept

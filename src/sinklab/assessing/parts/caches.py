@@ -343,7 +343,12 @@ class PromptCache(AssessPart):
         """Measure the loss of the continuation for every policy, and every budget that is smaller than the prompt."""
         reader, settings = given.reader(), given.settings
         prompt = given.tokens_NT.shape[1] // 2
-        sizes = [KeyBudget(C, min(settings.most_kept, C - 1), settings.seed) for C in settings.budgets if prompt > C]
+        layers = given.adapter.attention_layers
+        sizes = [
+            KeyBudget(C, min(settings.most_kept, C - 1), settings.seed, layers=layers)
+            for C in settings.budgets
+            if prompt > C
+        ]
         policies = [] if given.presses else policies_of(cls.name)
         edits = [PromptKeys(policy, size) for size in sizes for policy in policies]
         given.passes.expect((len(edits) + 3 * len(given.presses)) * len(given.tokens_NT))
