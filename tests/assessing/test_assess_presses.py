@@ -4,8 +4,12 @@ The tests of kvpress itself run where it can be imported: `pip install --no-deps
 as kvpress 0.5.5 asks for an earlier transformers, but runs with that of sinklab.
 """
 
+import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ from families import GROUPED
 from torch import Tensor
 
 import sinklab
+from sinklab.assessing.cache_policies import KeyBudget, pyramid
 from sinklab.assessing.parts.caches import PromptCache
 from sinklab.assessing.reading import PartInput
 from sinklab.errors import InputError
@@ -73,6 +78,10 @@ def tokens(sequences: int = 2) -> Tensor:
     return some_tokens(sequences, 2 * PROMPT, vocabulary=60) + 3
 
 
+def prompt_cache(one: Any, ids: Tensor, **options: Any) -> PromptCache:
+    return sinklab.assess(one, ids, parts=["prompt_cache"], **options).result(PromptCache)
+
+
 def pressed(press: Any, **options: Any) -> dict[str, Any]:
     done = sinklab.assess(model(), tokens(), parts=["prompt_cache"], press=press, caches=(8,), **options).result(
         PromptCache
@@ -122,8 +131,12 @@ def test_a_press_that_cannot_be_run_is_refused_with_its_reason() -> None:
         sinklab.assess(window, tokens(), parts=["prompt_cache"], press=Recent(6))
 
 
+def imported() -> Any:
+    return pytest.importorskip("kvpress", reason="kvpress pins an earlier transformers: install it with --no-deps")
+
+
 def presses() -> dict[str, Any]:
-    kvpress = pytest.importorskip("kvpress", reason="kvpress pins an earlier transformers: install it with --no-deps")
+    kvpress = imported()
 
     def snapkv(ratio: float = 0.5) -> Any:
         return kvpress.SnapKVPress(ratio, window_size=4)
@@ -143,7 +156,8 @@ def presses() -> dict[str, Any]:
 
 
 def by_tokens(one: Any, press: Any, row: Tensor) -> Tensor:
-    """Logits after the prompt, token by token, with kvpress's own hooks and fake keys."""
+    """Logits of the second half, token by token, with kvpress's own hooks and fake keys."""
+    prompt = len(row) // 2
     cache: Any = hf.DynamicCache()
 
     def former(module: Any, args: Any, kwargs: Any) -> Any:
@@ -154,11 +168,11 @@ def by_tokens(one: Any, press: Any, row: Tensor) -> Tensor:
     with ExitStack() as stack, press(one):
         for layer in one.model.layers:
             stack.callback(layer.self_attn.register_forward_pre_hook(former, with_kwargs=True).remove)
-        one.model(input_ids=row[None, :PROMPT], past_key_values=cache)
-    start = cache.get_seq_length() if "Rerotation" in type(press).__name__ else PROMPT
+        one.model(input_ids=row[None, :prompt], past_key_values=cache)
+    start = cache.get_seq_length() if "Rerotation" in type(press).__name__ else prompt
     logits = []
-    for place in range(PROMPT, 2 * PROMPT):
-        here = torch.tensor([[start + place - PROMPT]])
+    for place in range(prompt, 2 * prompt):
+        here = torch.tensor([[start + place - prompt]])
         step = one(input_ids=row[None, place : place + 1], past_key_values=cache, position_ids=here)
         logits.append(step.logits[0, 0])
     return torch.stack(logits)
@@ -180,7 +194,7 @@ def test_presses_of_kvpress_cost_what_they_cost_token_by_token() -> None:
 
 
 def test_policies_of_the_part_are_those_of_kvpress() -> None:
-    given, kvpress = presses(), pytest.importorskip("kvpress")
+    given, kvpress = presses(), imported()
     given["TOVA"], given["KeyDiff"], given["key norm"] = (
         kind(0.5) for kind in (kvpress.TOVAPress, kvpress.KeyDiffPress, kvpress.KnormPress)
     )
@@ -194,3 +208,43 @@ def test_policies_of_the_part_are_those_of_kvpress() -> None:
         press = found[name.replace(" without sink", ", first 2 dropped")]
         assert press.loss == pytest.approx(policies[name].loss, abs=1e-9), name
         assert press.first_kept == policies[name].first_kept
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_trained_model_has_the_losses_of_the_documentation(data_dir: Path) -> None:
+    """Of policies, presses, and presses token by token: the table of docs/assess.md."""
+    kvpress, folder = imported(), data_dir / "models" / "TinyStories-656K"
+    one: Any = hf.AutoModelForCausalLM.from_pretrained(folder).eval()
+    lines = (data_dir / "domains" / "tinystories.jsonl").read_text("utf-8").splitlines()[:40]
+    text = "\n\n".join(json.loads(line)["text"] for line in lines)
+    tokenizer: Any = hf.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(text, return_tensors="pt").input_ids[0, :1024].view(4, 256)
+    budget = KeyBudget(32, layers=2)
+    layers: list[Any] = [SimpleNamespace(index=n, length=128) for n in (1, 2)]
+
+    def snapkv() -> Any:
+        return kvpress.SnapKVPress(0.75, window_size=16)
+
+    given = {
+        "SnapKV": snapkv(),
+        "AdaKV": kvpress.AdaKVPress(snapkv()),
+        "PyramidKV": kvpress.PerLayerCompressionPress(snapkv(), [1 - pyramid(n, budget) / 128 for n in layers]),
+        "expected attention": kvpress.ExpectedAttentionPress(0.75),
+        "TOVA": kvpress.TOVAPress(0.75),
+        "KeyDiff": kvpress.KeyDiffPress(0.75),
+        "key norm": kvpress.KnormPress(0.75),
+        "first and recent": kvpress.StreamingLLMPress(0.75),
+        "CriticalKV": kvpress.CriticalKVPress(snapkv()),
+        "KVzip": kvpress.KVzipPress(0.75),
+    }
+    found = {one.method: one for one in prompt_cache(one, ids, press=given).methods}
+    policies = {one.method: one for one in prompt_cache(one, ids, budgets=(32,)).methods}
+    page = (Path(__file__).parents[2] / "docs" / "assess.md").read_text("utf-8")
+    for name, press in given.items():
+        with torch.no_grad():
+            logits = torch.stack([by_tokens(one, press, row) for row in ids])
+        loss = float(F.cross_entropy(logits[:, :-1].flatten(0, 1).double(), ids[:, 129:].flatten()))
+        losses = [policies[name].loss if name in policies else loss, found[name].loss, loss]
+        (row,) = re.findall(rf"^\| {name}.*?\|(.*)\|$", page.split("Agreement with kvpress")[1], re.M)
+        shown = [float(number) for number in row.split("|") if number.strip()]
+        assert shown == pytest.approx(losses[-len(shown) :], abs=2e-6), name
