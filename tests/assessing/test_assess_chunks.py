@@ -112,6 +112,11 @@ def test_the_part_has_every_method_and_the_loss_of_the_second_half() -> None:
     assert found.unchanged.targets == found.methods[0].targets == 2 * (128 - 64 - 1)
     assert [row.answer for row in found.rows()][1] == "cached apart, 4 chunks of 16 tokens"
     assert all(one.kl > 1e-6 for one in found.methods)
+    assert found.sinks.due_to_sink == pytest.approx(found.methods[0].loss - found.methods[-1].loss)
+    assert dict(found.values()) == {
+        "chunks_apart_added": pytest.approx(found.methods[0].loss - found.unchanged.loss),
+        "chunks_due_to_sink": found.sinks.due_to_sink,
+    }
 
 
 @pytest.mark.parametrize(

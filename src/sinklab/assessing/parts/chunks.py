@@ -17,12 +17,13 @@ conditions show which part of the loss is due to these sinks.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sinklab.assessing.part import AssessPart, PartFigure, PartRow
-from sinklab.assessing.reading import Effect, PartInput, changed_attention, probe
+from sinklab.assessing.part import AssessPart, PartFigure, PartNumber, PartRow
+from sinklab.assessing.reading import Effect, PartInput, SinkCost, changed_attention, probe, standard_error
 from sinklab.assessing.settings import AssessSettings
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
@@ -45,11 +46,16 @@ class Chunks(AssessPart):
     Attributes:
         prompt, chunks: number of tokens of the prompt, and number of its chunks, which have the same length.
         methods: losses over the targets from position `prompt` + 2 on.
+        sinks: loss of `cached apart` minus that of `cached after the first n`, due to the sinks of the chunks.
     """
 
     name = "chunks"
     question = "Can the chunks of a prompt be cached apart?"
     on_request = True
+    numbers = (
+        PartNumber("chunks_apart_added", "Chunks cached apart, added loss"),
+        PartNumber("chunks_due_to_sink", "Chunks cached apart, due to their sinks"),
+    )
     layout = PartFigure(
         "Chunks cached apart",
         "Loss added to {0.unchanged.loss:.3f} after prompts of {0.prompt:,} tokens in {0.chunks} chunks "
@@ -60,6 +66,7 @@ class Chunks(AssessPart):
     prompt: int
     chunks: int
     methods: list[JoinedEffect]
+    sinks: SinkCost
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
@@ -91,20 +98,38 @@ class Chunks(AssessPart):
                 with changed_attention(adapter, edit):
                     hidden.setdefault(name, []).append(adapter.hidden(row_T[None]))
                 given.passes.read(1)
-        start, found = CHUNKS * size + 2, []
+        start = CHUNKS * size + 2
         with changed_attention(adapter):
-            for name, rows in hidden.items():
-                effect = reader.against(torch.cat(rows)).effect(start=start)
-                found.append(JoinedEffect(method=name, **effect.model_dump()))
-        shared_fields = {**reader.result_fields(), "unchanged": reader.unchanged.effect(start=start)}
-        return cls.model_validate({**shared_fields, "prompt": CHUNKS * size, "chunks": CHUNKS, "methods": found})
+            read = {name: reader.against(torch.cat(rows)) for name, rows in hidden.items()}
+        apart, *_, front_shared = read.values()
+        due_NP = (apart.loss_NP - front_shared.loss_NP)[:, start - apart.first :]
+        shared: dict[str, Any] = {**reader.result_fields(), "unchanged": reader.unchanged.effect(start=start)}
+        return cls(
+            **shared,
+            prompt=CHUNKS * size,
+            chunks=CHUNKS,
+            methods=[JoinedEffect(method=name, **one.effect(start=start).model_dump()) for name, one in read.items()],
+            sinks=SinkCost(due_to_sink=float(due_NP.mean()), due_error=standard_error(due_NP)),
+        )
 
     def rows(self) -> Iterator[PartRow]:
-        """The answers are all methods."""
+        """The answers are all methods, and the part of the loss that is due to the sinks of the chunks."""
         yield self.row("unchanged", self.unchanged, f"{self.sequences} prompts of {self.prompt:,} tokens")
         for one in self.methods:
             answer = f"{one.method}, {self.chunks} chunks of {self.prompt // self.chunks:,} tokens"
-            yield self.row(one.method, one, answer=answer, points=[("added loss", one.method)])
+            names = ["chunks_apart_added"] if one is self.methods[0] else []
+            yield self.row(one.method, one, answer=answer, numbers=names, points=[("added loss", one.method)])
+        yield PartRow(
+            "",
+            None,
+            self.sinks.due_to_sink,
+            answer="due to the sinks of the chunks",
+            gained="with chunks cached apart",
+            numbers=["chunks_due_to_sink"],
+        )
+
+    def remark(self) -> str:
+        return f"chunks: of the loss with chunks cached apart, {self.sinks.due_said}"
 
 
 @dataclass
