@@ -113,6 +113,7 @@ def test_all_keys_cost_nothing_and_a_press_without_scores_is_run_as_it_is() -> N
 def test_the_presses_are_recorded_and_a_repeated_call_with_another_is_refused(tmp_path: Any) -> None:
     given: dict[str, Any] = {"parts": ["prompt_cache"], "out": tmp_path}
     done = sinklab.assess(model(), tokens(), press=Recent(6), **given)
+    assert done.remarks() == ["prompt_cache: KV heads that keep the first key: 0 % with Recent"]
     assert done.asked["presses"] == done.result(PromptCache).presses == {"Recent": "Recent(6)"}
     assert sinklab.assess(model(), tokens(), press=Recent(6), **given).results == done.results
     with pytest.raises(InputError, match="presses"):

@@ -376,6 +376,11 @@ class PromptCache(AssessPart):
             points = [(one.method, one.budget)]
             yield self.row(f"{one.method}, {one.budget} keys", one, kept, answer=answer, points=points)
 
+    def remark(self) -> str | None:
+        own = [one for one in self.methods if one.method in (self.presses or ())]
+        kept = ", ".join(f"{100 * (one.first_kept or 0):.0f} % with {one.method}" for one in own)
+        return f"prompt_cache: KV heads that keep the first key: {kept}" if own else None
+
     def figure(self) -> PartFigure:
         points = [{**self.point(one, one.method, one.budget), "first_kept": one.first_kept} for one in self.methods]
         return self.drawn(points)
