@@ -65,9 +65,9 @@ class HiddenFirst(Recent):
         module.masked_key_indices = tuple(torch.zeros(3, 1, dtype=torch.long))
 
 
-def model() -> Any:
+def model(config: Any = hf.LlamaConfig) -> Any:
     torch.manual_seed(3)
-    found = hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED)).double().eval()
+    found = hf.AutoModelForCausalLM.from_config(config(**GROUPED)).double().eval()
     with torch.no_grad():
         for parameter in found.parameters():
             parameter.mul_(3 if parameter.ndim > 1 else 1)
@@ -82,10 +82,8 @@ def prompt_cache(one: Any, ids: Tensor, **options: Any) -> PromptCache:
     return sinklab.assess(one, ids, parts=["prompt_cache"], **options).result(PromptCache)
 
 
-def pressed(press: Any, **options: Any) -> dict[str, Any]:
-    done = sinklab.assess(model(), tokens(), parts=["prompt_cache"], press=press, caches=(8,), **options).result(
-        PromptCache
-    )
+def pressed(press: Any, config: Any = hf.LlamaConfig, **options: Any) -> dict[str, Any]:
+    done = prompt_cache(model(config), tokens(), press=press, caches=(8,), **options)
     return {one.method: one for one in done.methods} | {"unchanged": done.unchanged, "rows": list(done.rows())}
 
 
@@ -194,15 +192,16 @@ def test_presses_of_kvpress_cost_what_they_cost_token_by_token() -> None:
     assert found["AdaKV, first 4 dropped"].first_kept == 0
 
 
-def test_policies_of_the_part_are_those_of_kvpress() -> None:
+@pytest.mark.parametrize("config", [hf.LlamaConfig, hf.MistralConfig, hf.Phi3Config, hf.Qwen2Config, hf.Qwen3Config])
+def test_policies_of_the_part_are_those_of_kvpress(config: Any) -> None:
     given, kvpress = presses(), imported()
     given["TOVA"], given["KeyDiff"], given["key norm"] = (
         kind(0.5) for kind in (kvpress.TOVAPress, kvpress.KeyDiffPress, kvpress.KnormPress)
     )
     ratios = [1 - keys / PROMPT for keys in (12, 4)]  # kvpress divides the budgets of layers otherwise
     given["PyramidKV"] = kvpress.PerLayerCompressionPress(given["SnapKV"], ratios)
-    found = pressed(given, kept=(2,))
-    policies = pressed(None, budgets=(PROMPT // 2,), kept=(2,))
+    found = pressed(given, config, kept=(2,))
+    policies = pressed(None, config, budgets=(PROMPT // 2,), kept=(2,))
     compared = [*(set(given) & set(policies)), "SnapKV without sink"]
     assert len(compared) == 8
     for name in compared:
