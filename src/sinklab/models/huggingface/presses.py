@@ -32,7 +32,7 @@ from sinklab.attention.masks import Dense
 from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter
 from sinklab.models.families import text_config
-from sinklab.models.hooks import CACHE, FORMER, evaluating, first_input, hooked
+from sinklab.models.hooks import CACHE, FORMER, evaluating, first_input, hooked, probed_alone
 from sinklab.models.huggingface.interface import attention_computed_by
 from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 
@@ -121,7 +121,7 @@ def _read_one(
         seen_GTS[..., : S - layer.length] &= ~hidden_GS[module][:, None]
         return layer.changed(mask=Dense(seen_GTS.repeat_interleave(H // G, 0)[None])).output()
 
-    with evaluating(model), warnings.catch_warnings():
+    with probed_alone(model), evaluating(model), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of the former name of the cache
         with _watched(modules, cache) as before:
             try:
