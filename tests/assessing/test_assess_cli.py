@@ -70,7 +70,7 @@ def test_the_answer_has_the_loss_without_the_sink_then_the_loss_that_it_causes()
         "A large loss without the sink: +0.050 nats per token in streaming through 16 keys, +0.200 with the first key "
         "hidden, +0.000 with its attention spread over the other keys.",
         "The sink itself costs +0.038 nats per token in static int8, +0.025 with a cache in 2 bits, recent tokens "
-        "included.",
+        "included, +0.025 with chunks cached apart.",
     ]
     small = Assessment.model_validate(assessment("model", 0.002)).answer()[0]
     assert small.startswith("Hardly any loss without the sink: ")

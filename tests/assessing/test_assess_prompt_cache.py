@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from sampling import one_in
 from torch import Tensor
 
 from sinklab.assessing.cache_policies import PROMPT as PROMPTS
-from sinklab.assessing.cache_policies import KeyBudget, policies_of
+from sinklab.assessing.cache_policies import CachePolicy, KeyBudget, policies_of, pyramid
 from sinklab.assessing.parts.caches import PromptCache, PromptKeys
 from sinklab.assessing.reading import PairedReader, Passes, changed_attention, refused
 from sinklab.attention.masks import Dense
@@ -109,6 +110,93 @@ def test_the_continuation_is_that_of_a_cache_without_the_other_keys(name: str, c
     assert_close(found[:, PROMPT:], torch.stack([states for states, _ in expected]), 1e-5)
     kept_first = torch.stack([torch.stack([(layer == 0).any(-1) for layer in kept], 0) for _, kept in expected], 1)
     assert torch.equal(torch.stack(edit.first_kept), kept_first)
+
+
+def kept_keys(name: str, one: Adapter, tokens: Tensor, size: KeyBudget) -> list[Tensor]:
+    """Which keys of the prompt each layer keeps, (B, G, P)."""
+    found: list[Tensor] = []
+    (policy,) = (one for one in policies_of(PROMPTS) if one.name == name)
+
+    def watch(layer: Any) -> Any:
+        prompt = layer.cut(PROMPT)
+        found.append(policy.of_prompt(prompt, size, torch.ones(prompt.call.k_BGTD.shape[:3], dtype=torch.bool)))
+        return layer
+
+    under(one, watch, tokens)
+    return found
+
+
+def test_heads_share_the_keys_of_a_layer_under_adakv() -> None:
+    one, tokens, size = small("grouped keys"), some_tokens(), KeyBudget(6)
+    calls: list[Any] = []
+    under(one, lambda layer: calls.append(layer.cut(PROMPT)) or layer, tokens)
+    unequal = False
+    for layer, kept in zip(calls, kept_keys("AdaKV", one, tokens, size), strict=True):
+        for row in range(2):
+            attention = layer.scores()[0][row].double()
+            scores = snapkv(layer.call.k_BGTD[row], attention, window=3)
+            best = sorted(((float(scores[g, s]), g, s) for g in range(2) for s in range(PROMPT)), reverse=True)[:12]
+            expected = torch.zeros(2, PROMPT, dtype=torch.bool)
+            for _, g, s in best:  # three recent keys are more than a fifth of six
+                expected[g, s] = True
+            assert torch.equal(kept[row], expected)
+            unequal |= bool(kept[row].sum(-1)[0] != 6)
+    assert unequal, "some head keeps more keys than another"
+
+
+def test_a_head_keeps_a_fifth_of_its_budget_under_adakv() -> None:
+    """Without recent keys, a head with lower scores would keep none."""
+    policy = CachePolicy("", lambda layer, size: lambda t, kept: torch.tensor([[[1.0] * 10, [0.0] * 10]]), shared=True)
+    prompt: Any = SimpleNamespace(call=SimpleNamespace(k_BGTD=torch.zeros(1, 2, 10, 4)))
+    kept = policy.of_prompt(prompt, KeyBudget(5), torch.ones(1, 2, 10, dtype=torch.bool))
+    assert kept.sum(-1).tolist() == [[9, 1]]
+
+
+def test_budgets_of_layers_are_a_pyramid_with_the_budget_as_their_mean() -> None:
+    def budgets(C: int, P: int, layers: int) -> list[int]:
+        calls: list[Any] = [SimpleNamespace(index=n, length=P) for n in range(1, layers + 1)]
+        return [pyramid(one, KeyBudget(C, layers=layers)) for one in calls]
+
+    assert budgets(64, 512, 3) == [32 + 63, 64, 32 + 1]  # w = 32 and 32 // 20 = 1
+    assert budgets(500, 512, 3) == [512, 500, 488]  # no layer keeps more than the prompt
+    assert budgets(8, 100, 1) == [8]
+    kept = kept_keys("PyramidKV", small(), some_tokens(), KeyBudget(4, layers=2))
+    assert [one.sum(-1).unique().tolist() for one in kept] == [[6], [2]]
+
+
+@pytest.mark.parametrize("config", [hf.LlamaConfig, hf.Qwen3Config])
+def test_expected_attention_is_that_of_queries_rotated_to_later_positions(config: Any) -> None:
+    torch.manual_seed(3)
+    model: Any = hf.AutoModelForCausalLM.from_config(config(**GROUPED), attn_implementation="eager").double().eval()
+    tokens, n, D = some_tokens(2, LENGTH, vocabulary=60) + 3, 2, 8
+    found = kept_keys("expected attention", HuggingFaceAdapter(model), tokens, KeyBudget(5, n))
+    cache: Any = hf.DynamicCache(config=model.config)
+    with torch.no_grad():
+        states = model.model(tokens[:, :PROMPT], past_key_values=cache, output_hidden_states=True).hidden_states
+    turns = [torch.arange(PROMPT, PROMPT + 512) * 1e4 ** (-2 * i / D) for i in range(D // 2)]
+    mean = [torch.exp(1j * turn.double()).mean() for turn in turns]  # of the complex rotations of each pair of channels
+
+    def rotated(x: Tensor) -> Tensor:
+        pairs = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * torch.stack(mean)
+        return torch.cat((pairs.real, pairs.imag), -1)
+
+    for number, layer in enumerate(model.model.layers):
+        normed = layer.input_layernorm(states[number]).detach()
+        queries = layer.self_attn.q_proj(normed).detach().unflatten(-1, (-1, D)).transpose(1, 2)[:, :, n:]
+        if config is hf.Qwen3Config:
+            queries = layer.self_attn.q_norm(queries).detach()
+        later = rotated(queries)  # linear, so that their mean and covariance are those of the rotated distribution
+        keys, values = cache.layers[number].keys[:, :, n:], cache.layers[number].values[:, :, n:]
+        for row in range(2):
+            for group in range(2):
+                shares = []
+                for head in (2 * group, 2 * group + 1):
+                    mu, sigma = later[row, head].mean(0), torch.cov(later[row, head].T, correction=0)
+                    z = [mu @ k / D**0.5 + k @ sigma @ k / (2 * D) for k in keys[row, group]]
+                    shares.append(torch.stack(z).softmax(0))
+                score = torch.stack(shares).mean(0) * values[row, group].norm(dim=-1)
+                expected = {0, 1} | {n + int(s) for s in score.topk(3).indices}
+                assert set(found[number][row, group].nonzero()[:, 0].tolist()) == expected
 
 
 @pytest.mark.parametrize("variant", one_in(2, ASSESSED))

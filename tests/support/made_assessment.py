@@ -210,6 +210,16 @@ def assessment(model: str, cost: float = 0.5, **changes: Any) -> dict[str, Any]:
                 for policy in ("by cost", "by sink share", "random", "one for all")
             ],
         },
+        "chunks": {
+            **read,
+            "prompt": 32,
+            "chunks": 4,
+            "sinks": {"due_to_sink": cost / 2},
+            "methods": [
+                {"method": method, **effect(3 + cost / place, 0.1)}
+                for place, method in enumerate(("cached apart", "first 1 recomputed"), 1)
+            ],
+        },
         **changes,
     }
     return document

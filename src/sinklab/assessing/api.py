@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sinklab.assessing.assess_model import Assessment
 from sinklab.assessing.assess_model import assess as assess_opened
+from sinklab.assessing.parts.caches import PromptCache
 from sinklab.assessing.settings import AssessOptions
 from sinklab.errors import InputError
 from sinklab.measuring.inputs import token_matrix
@@ -25,6 +26,7 @@ def assess(
     text: str | Path | Sequence[str] | None = None,
     tokenizer: Any = None,
     parts: Sequence[str] = (),
+    press: Any = None,
     out: str | Path | None = None,
     **options: Any,
 ) -> Assessment:
@@ -42,6 +44,8 @@ def assess(
             text of a run, or the text that comes with sinklab.
         tokenizer: tokenizer of a model in memory, for a text; default: that with which it was saved.
         parts: names of the parts (docs/assess.md); default: those that are not slow.
+        press: a press of kvpress, or a mapping from name to press, for the part `prompt_cache`: the loss with each of
+            them in place of the built-in policies, and with the first keys kept and dropped. Only Hugging Face models.
         out: directory of assessment.json; a repeated call resumes it.
         options: further options of `sinklab assess`, by the names of `AssessOptions`: quick, sequences, length,
             stream_length, caches, kept, budgets, sink_tokens, ...
@@ -68,5 +72,8 @@ def assess(
             opened = open_model(str(model))
         else:
             opened = model_in_memory(unwrapped(model), tokenizer, for_text=tokens is None)
+        presses = {} if press is None else press if isinstance(press, Mapping) else {type(press).__name__: press}
+        if presses and parts and PromptCache.name not in parts:
+            raise InputError(f"`press` belongs to the part `{PromptCache.name}`: add it to `parts`")
         settings = AssessOptions(parts=tuple(parts), **options)
-        return assess_opened(opened, source, settings, out=None if out is None else Path(out))
+        return assess_opened(opened, source, settings, presses=presses, out=None if out is None else Path(out))

@@ -170,6 +170,7 @@ def assess(
     options: AssessOptions,
     *,
     loading: Loading = AS_IT_IS,
+    presses: Mapping[str, Any] | None = None,
     out: Path | None = None,
     where_possible: bool = False,
     observe: Observer = ignore,
@@ -184,6 +185,7 @@ def assess(
         options: settings; without `parts`, the default parts (`USUAL`, or `IN_QUICK` with `quick`) that can be run on
             the model.
         loading: options for loading the model.
+        presses: presses of kvpress by name, for the part `prompt_cache`.
         out: directory of assessment.json, which is written after every part; None writes no file. A repeated call
             resumes the assessment and may add parts.
         where_possible: whether to skip requested parts that cannot be run on the model, instead of raising an error.
@@ -215,8 +217,8 @@ def assess(
         opened = open_separable(model, loading)
         source = GivenTokens(opened, text) if isinstance(text, Tensor) else AssessText(opened, text)
         settings = settings_for(source.model, options)
-        inputs = _inputs(source, settings, options, skips)
-        found = _so_far(ledger, source, text, settings, options)
+        inputs = _inputs(source, settings, options, skips, presses or {})
+        found = _so_far(ledger, source, text, settings, options, presses or {})
 
         def skip(part: str, why: str) -> str:
             nonlocal found
@@ -274,6 +276,7 @@ def _so_far(
     given: Path | Tensor | None,
     settings: AssessSettings,
     options: AssessOptions,
+    presses: Mapping[str, Any],
 ) -> Assessment:
     """Load the assessment saved by an earlier call, or create one without results; other settings raise InputError."""
     model, tokens_NT = text.model, text.sequences(settings.sequences, settings.length)
@@ -283,6 +286,7 @@ def _so_far(
         "text": hashlib.sha256(tokens_NT.numpy().tobytes()).hexdigest(),
         **settings.model_dump(mode="json"),
         **({HELD_OUT: True} if given is None else {}),
+        **({"presses": {name: repr(press) for name, press in presses.items()}} if presses else {}),
         "dtype": model.loading.dtype,
     }
     new = Assessment(
@@ -301,7 +305,7 @@ def _so_far(
 
 
 def _inputs(
-    text: AssessText, settings: AssessSettings, options: AssessOptions, skips: bool
+    text: AssessText, settings: AssessSettings, options: AssessOptions, skips: bool, presses: Mapping[str, Any]
 ) -> dict[str, PartInput | str]:
     """Return the inputs of each part, or the reason why it cannot be run, by name; without `skips` raise InputError.
 
@@ -312,7 +316,7 @@ def _inputs(
         part, adapter = PARTS[name], text.model.adapter
         try:
             inputs[name] = part.refusal(adapter, settings) or PartInput(
-                adapter, settings, *part.text_size(settings).read(text)
+                adapter, settings, *part.text_size(settings).read(text), presses=presses
             )
         except InputError as error:
             if not part.long_text:

@@ -11,6 +11,13 @@ keys after every query, `CachePolicy.of_prompt` once, after a prompt. A cache of
     SnapKV                  the w latest keys, and those with the most attention of the w latest queries, averaged over
                             5 neighbouring keys (2404.14469); w = min(64, C // 2)
     SnapKV without sink     the same, without the first n keys
+    AdaKV                   as SnapKV, but the G KV heads of a layer share G C keys, those with the highest scores in
+                            the layer; each head has at least 0.2 C (2407.11550)
+    PyramidKV               as SnapKV, but later layers keep fewer keys: besides the w latest, from about 2 (C - w) in
+                            the first layer to (C - w) / 20 in the last, C on average (2406.02069)
+    expected attention      the first n keys, and those with the largest norm of the value times the expected attention
+                            of the next 512 queries, whose distribution is normal, with the mean and covariance of the
+                            queries of the prompt from position n + 1 on (2510.00636)
     TOVA                    the latest key, and those with the most attention of the latest query, mean over the heads
                             (2401.06104)
     KeyDiff                 the keys with the smallest cosine to the mean of the unit keys in the cache (2504.15364)
@@ -39,6 +46,9 @@ from sinklab.attention.masks import Dense, Mask
 EVICTION, PROMPT, BUDGETS = "eviction", "prompt_cache", "budgets"
 LEAST_SHARE = 1e-20  # a row with less attention in total on the keys in the cache is recomputed
 WINDOW, POOLED = 64, 5  # latest queries and neighbouring keys of SnapKV
+LEAST_SHARED = 0.2  # least part of its budget that a KV head keeps under AdaKV
+PYRAMID = 20  # mean budget of PyramidKV divided by the smallest
+FUTURE = 512  # number of queries after the prompt whose mean attention `expected_attention` estimates
 
 
 @dataclass(frozen=True)
@@ -47,12 +57,14 @@ class KeyBudget:
 
     Attributes:
         few: whether the scores are read for few queries, so that attention is computed row by row.
+        layers: number of attention layers of the model, over which budgets by layer are divided.
     """
 
     keys: int
     first: int = 0
     seed: int = 0
     few: bool = False
+    layers: int = 1
 
     @property
     def half(self) -> int:
@@ -82,6 +94,8 @@ class CachePolicy:
         recent: number of latest keys that are kept in any case.
         first: whether the first n keys are always kept, or barred: kept only while recent, once the cache is full.
         queries: number of latest queries of a prompt on which the scores depend; None for all.
+        keys: number of keys of a prompt that a KV head of a layer keeps; on average over the layers it is C.
+        shared: whether the KV heads of a layer share the sum of their budgets, except a fifth of each (LEAST_SHARED).
         parts: parts of an assessment in which the policy is used.
     """
 
@@ -90,6 +104,8 @@ class CachePolicy:
     recent: Callable[[KeyBudget], int] = lambda size: 0
     first: Literal["kept", "barred"] | None = None
     queries: Callable[[KeyBudget], int] | None = None
+    keys: Callable[[LayerCall, KeyBudget], int] = lambda prompt, size: size.keys
+    shared: bool = False
     parts: tuple[str, ...] = (EVICTION, PROMPT, BUDGETS)
 
     def evict(self, layer: LayerCall, size: KeyBudget) -> LayerCall:
@@ -131,8 +147,13 @@ class CachePolicy:
         score_BGP = self._of_first(score_BGP, size)
         score_BGP[..., P - self.recent(size) :] = torch.inf
         score_BGP.masked_fill_(~needed_BGP, -torch.inf)
-        kept_BGP = torch.zeros_like(needed_BGP).scatter(-1, score_BGP.topk(size.keys, -1).indices, True)
-        return kept_BGP & (score_BGP > -torch.inf)
+        keys, seen_BGP = self.keys(prompt, size), score_BGP > -torch.inf
+        if self.shared:
+            least = max(1, int(LEAST_SHARED * keys))
+            score_BGP = score_BGP.scatter(-1, score_BGP.topk(least, -1).indices, torch.inf).flatten(1)
+            keys *= G
+        kept = torch.zeros_like(score_BGP, dtype=torch.bool).scatter(-1, score_BGP.topk(keys, -1).indices, True)
+        return kept.view(B, G, P) & seen_BGP
 
     def _of_first(self, score_BGS: Tensor, size: KeyBudget) -> Tensor:
         score_BGS = score_BGS.clone()
@@ -213,6 +234,47 @@ def small_norm(layer: LayerCall, size: KeyBudget) -> Scores:
     return lambda t, kept_BGS: -norm_BGL[..., : t + 1]
 
 
+def expected_attention(layer: LayerCall, size: KeyBudget) -> Scores:
+    """Score keys by the norm of the value times the expected attention of later queries (2510.00636).
+
+        mean over query heads of softmax_s(mu . k_s / sqrt(D) + k_s . Sigma k_s / (2 D)) |v_s|,    s > n
+        mu = R mean(q),  Sigma = R cov(q) R^T,  R = mean over the next 512 positions of the rotation to the position
+
+    q are the queries of the prompt from n + 1 on, rotated to position 0. In models without a RoPE that can be shifted,
+    R is the identity and q remain as they are.
+    """
+    exact, n = layer.exact(), size.first
+    q_BHTD, k_BGTD = exact.call.q_BHTD, exact.call.k_BGTD
+    (P, D), G = q_BHTD.shape[2:], k_BGTD.shape[1]
+    rotation_DD = torch.eye(D, dtype=q_BHTD.dtype, device=q_BHTD.device)  # transposed
+    if layer.shift_rope is not None:
+        q_BHTD = layer.shift_rope(q_BHTD, -torch.arange(P, device=q_BHTD.device))
+        future_F = torch.arange(P, P + FUTURE, device=q_BHTD.device)
+        rotation_DD = layer.shift_rope(rotation_DD[None, :, None].expand(1, D, FUTURE, D), future_F)[0].mean(1)
+    q_BGRTD = q_BHTD[:, :, n:].unflatten(1, (G, -1))
+    mean_BGR1D = q_BGRTD.mean(3, keepdim=True)
+    apart_BGRTD = (q_BGRTD - mean_BGR1D) @ rotation_DD
+    covariance_BGRDD = apart_BGRTD.mT @ apart_BGRTD / apart_BGRTD.shape[3]
+    k_BG1SD = k_BGTD[:, :, None, n:]
+    z_BGRS = (mean_BGR1D @ rotation_DD @ k_BG1SD.mT)[..., 0, :] / D**0.5
+    z_BGRS = z_BGRS + (k_BG1SD @ covariance_BGRDD * k_BG1SD).sum(-1) / (2 * D)
+    score_BGS = z_BGRS.softmax(-1).mean(2) * exact.value_BGSV[:, :, n:].norm(dim=-1)
+    score_BGP = F.pad(score_BGS, (n, 0))
+    return lambda t, kept_BGS: score_BGP[..., : t + 1]
+
+
+def pyramid(prompt: LayerCall, size: KeyBudget) -> int:
+    """Return the number of keys of a layer under PyramidKV, which decreases linearly from layer to layer.
+
+    Besides the w latest keys, with C - w of them on average (2406.02069, eq. 2; `pyramidkv_utils.py` of
+    Zefan-Cai/KVCache-Factory 5fb995d): from 2 (C - w) minus the smallest budget, at most P - w, to (C - w) // 20.
+    """
+    older = size.keys - size.window
+    most = min(2 * older - older // PYRAMID, prompt.length - size.window)
+    depth = (prompt.index - 1) / (size.layers - 1) if size.layers > 1 else 0.5
+    return size.window + round(most + (2 * older - 2 * most) * depth)
+
+
 def chance(layer: LayerCall, size: KeyBudget) -> Scores:
     """Score keys at random, independently for each layer, KV head and sequence of a batch; all batches are alike."""
     draw = torch.Generator().manual_seed(size.seed + layer.index)
@@ -264,14 +326,23 @@ def seen_by_key_heads(layer: LayerCall, first: int, keys: int) -> Tensor:
 
 FIRST_AND_RECENT = CachePolicy("first and recent", first="kept")
 _heavy = partial(CachePolicy, scores=accumulated_attention, recent=lambda size: size.half, parts=(EVICTION,))
-_snapkv = partial(CachePolicy, scores=pooled_attention, recent=lambda size: size.window, parts=(PROMPT,))
+_snapkv = partial(
+    CachePolicy,
+    scores=pooled_attention,
+    recent=lambda size: size.window,
+    queries=lambda size: size.window,
+    parts=(PROMPT,),
+)
 POLICIES = [
     CachePolicy("recent", parts=(EVICTION, PROMPT)),
     FIRST_AND_RECENT,
     _heavy("heavy hitters"),
     _heavy("heavy without sink", first="barred"),
-    _snapkv("SnapKV", queries=lambda size: size.window),
-    _snapkv("SnapKV without sink", queries=lambda size: size.window, first="barred"),
+    _snapkv("SnapKV"),
+    _snapkv("SnapKV without sink", first="barred"),
+    _snapkv("AdaKV", shared=True),
+    _snapkv("PyramidKV", keys=pyramid),
+    CachePolicy("expected attention", expected_attention, queries=lambda size: 1, first="kept", parts=(PROMPT,)),
     CachePolicy("TOVA", latest_attention, lambda size: 1, queries=lambda size: 1, parts=(EVICTION, PROMPT)),
     CachePolicy("KeyDiff", distinctness, queries=lambda size: 1, parts=(EVICTION, PROMPT)),
     CachePolicy("key norm", small_norm, queries=lambda size: 1, parts=(PROMPT,)),

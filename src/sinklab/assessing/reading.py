@@ -224,6 +224,7 @@ class PartInput:
     Attributes:
         tokens_NT: token ids.
         others_MT: token ids of separate sequences (`TextSize.others`).
+        presses: presses of kvpress by name, for the part `prompt_cache` (`models/huggingface/presses.py`).
     """
 
     adapter: Adapter
@@ -231,6 +232,7 @@ class PartInput:
     tokens_NT: Tensor
     others_MT: Tensor | None = None
     passes: Passes = field(default_factory=Passes)
+    presses: Mapping[str, Any] = field(default_factory=dict)
 
     def reader(self, **options: Any) -> "PairedReader":
         """Return a reader of the sequences; `options` are those of `PairedReader`."""

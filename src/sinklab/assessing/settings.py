@@ -30,6 +30,7 @@ PART_NAMES = (
     "pruning",
     "writer",
     "budgets",
+    "chunks",
     "bos",
 )
 """Parts of an assessment in the order of execution and display; each is a class in `parts/`."""

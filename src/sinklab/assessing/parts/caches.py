@@ -36,7 +36,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ from sinklab.assessing.reading import (
     Effect,
     HeadCost,
     HeadSet,
+    PairedReader,
     PartInput,
     chosen_heads,
     first_importance,
@@ -67,8 +68,12 @@ from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
 from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter
-from sinklab.models.hooks import intercept
+from sinklab.models.hooks import evaluating, intercept
+from sinklab.schema import Omitted
 from sinklab.tables import PlotAxis
+
+if TYPE_CHECKING:
+    from sinklab.models.huggingface.presses import Press
 
 FRACTIONS = (0.125, 0.25, 0.5)
 SHOWN_FULL = 0.25  # fraction f of the answers and scalar results, and fraction of heads in `retrieval`
@@ -286,13 +291,16 @@ class KeptKeys(Effect):
     """Loss of the continuation with `budget` keys of the prompt, chosen by the policy `method`.
 
     Attributes:
+        budget: number of keys; of a press, the mean over KV heads and sequences, rounded.
         first_kept: fraction of the pairs (sequence, KV head) that keep the first key, or the first learned token.
             Layers in which the continuation does not see it are excluded; None if there are no others.
+        first_kept_by_head: the same fraction of the sequences, for each layer and KV head of a press.
     """
 
     method: str
     budget: int
     first_kept: float | None
+    first_kept_by_head: Omitted[list[list[float]]] = None
 
 
 class PromptCache(AssessPart):
@@ -303,6 +311,7 @@ class PromptCache(AssessPart):
         first: number n of first keys, limited to C - 1 for each budget C.
         methods: losses over the targets from position P + 2 on, the first that a query after the prompt predicts. The
             targets of `unchanged` are the same.
+        presses: presses of kvpress by name, which were run in place of the policies.
     """
 
     name = "prompt_cache"
@@ -318,6 +327,7 @@ class PromptCache(AssessPart):
     prompt: int
     first: int
     methods: list[KeptKeys]
+    presses: Omitted[dict[str, str]] = None
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
@@ -333,32 +343,80 @@ class PromptCache(AssessPart):
         """Measure the loss of the continuation for every policy, and every budget that is smaller than the prompt."""
         reader, settings = given.reader(), given.settings
         prompt = given.tokens_NT.shape[1] // 2
-        sizes = [KeyBudget(C, min(settings.most_kept, C - 1), settings.seed) for C in settings.budgets if prompt > C]
-        edits = [PromptKeys(policy, size) for size in sizes for policy in policies_of(cls.name)]
-        given.passes.expect(len(edits) * len(given.tokens_NT))
-        found = []
+        layers = given.adapter.attention_layers
+        sizes = [
+            KeyBudget(C, min(settings.most_kept, C - 1), settings.seed, layers=layers)
+            for C in settings.budgets
+            if prompt > C
+        ]
+        policies = [] if given.presses else policies_of(cls.name)
+        edits = [PromptKeys(policy, size) for size in sizes for policy in policies]
+        given.passes.expect((len(edits) + 3 * len(given.presses)) * len(given.tokens_NT))
+        found = list[KeptKeys]()
         for edit in edits:
             effect = reader.under(edit).effect(start=prompt + 2)
             kept = torch.cat([one.flatten() for one in edit.first_kept]).float() if edit.first_kept else None
             share = None if kept is None else float(kept.mean())
             labels = {"method": edit.policy.name, "budget": edit.size.keys, "first_kept": share}
             found.append(KeptKeys(**labels, **effect.model_dump()))
+        for name, press in given.presses.items():
+            found += _pressed(given, reader, name, press)
+        presses = {name: repr(press) for name, press in given.presses.items()} or None
         shared: dict[str, Any] = {**reader.result_fields(), "unchanged": reader.unchanged.effect(start=prompt + 2)}
-        return cls(**shared, prompt=prompt, first=settings.most_kept, methods=found)
+        return cls(**shared, prompt=prompt, first=settings.most_kept, methods=found, presses=presses)
 
     def rows(self) -> Iterator[PartRow]:
-        """The answers are all policies at the smallest budget."""
+        """The answers are all policies at the smallest budget, or all presses."""
         yield self.row("unchanged", self.unchanged, f"{self.sequences} prompts of {self.prompt:,} tokens")
         smallest = min(one.budget for one in self.methods)
         for one in self.methods:
-            answer = f"{one.method}, {one.budget:,} of {self.prompt:,} keys" if one.budget == smallest else ""
+            shown = self.presses or one.budget == smallest
+            answer = f"{one.method}, {one.budget:,} of {self.prompt:,} keys" if shown else ""
             kept = "" if one.first_kept is None else f"first key kept by {100 * one.first_kept:.0f} % of KV heads"
             points = [(one.method, one.budget)]
             yield self.row(f"{one.method}, {one.budget} keys", one, kept, answer=answer, points=points)
 
+    def remark(self) -> str | None:
+        own = [one for one in self.methods if one.method in (self.presses or ())]
+        kept = ", ".join(f"{100 * (one.first_kept or 0):.0f} % with {one.method}" for one in own)
+        return f"prompt_cache: KV heads that keep the first key: {kept}" if own else None
+
     def figure(self) -> PartFigure:
         points = [{**self.point(one, one.method, one.budget), "first_kept": one.first_kept} for one in self.methods]
         return self.drawn(points)
+
+
+def _pressed(given: PartInput, reader: PairedReader, name: str, press: "Press") -> Iterator[KeptKeys]:
+    """Yield the loss with a press, and if it has scores, with the same press that keeps or drops the first n keys."""
+    from sinklab.models.huggingface.presses import read_pressed, with_first_keys  # imports transformers
+
+    prompt, first = given.tokens_NT.shape[1] // 2, given.settings.most_kept
+    with_first = partial(with_first_keys, press, first, prompt)
+    variants = {
+        "": press,
+        f", first {first} kept": with_first(kept=True),
+        f", first {first} dropped": with_first(kept=False),
+    }
+    for words, variant in variants.items():
+        if variant is None:
+            continue
+        try:
+            read = read_pressed(given.adapter, given.tokens_NT, variant, prompt, given.settings.seed)
+        except InputError:
+            if variant is press:
+                raise
+            continue  # it scores parts of the prompt
+        given.passes.read(len(given.tokens_NT))
+        with evaluating(given.adapter.module):
+            effect = reader.against(read.hidden_NTE).effect(start=prompt + 2)
+        kept_LG = read.first_kept_NLG.float().mean(0)
+        yield KeptKeys(
+            method=name + words,
+            budget=round(float(read.kept_NLG.float().mean())),
+            first_kept=float(kept_LG.mean()),
+            first_kept_by_head=kept_LG.tolist(),
+            **effect.model_dump(),
+        )
 
 
 @dataclass
