@@ -62,8 +62,10 @@ class ServedModel:
     """What a server knows.
 
     Args:
-        form: that of vLLM ("prompt_logprobs"), of SGLang's and llama-cpp-python's OpenAI interface ("echo"), of SGLang's
-            own ("generate"), of llama.cpp ("next"), or none ("chat").
+        form: that of vLLM ("prompt_logprobs"), of the OpenAI interfaces of SGLang and llama-cpp-python ("echo"), the
+            same that refuses other fields ("strict"), of llama-cpp-python without BOS, where the log-probability of
+            each token is that of following itself ("late"), of SGLang ("generate"), of llama.cpp ("next"), or none
+            ("chat").
         front: function from the token ids of a text, or given token ids, and whether it is a text, to what is read.
     """
 
@@ -87,6 +89,8 @@ class ServedModel:
             return 404, {"error": f"no {path}"}
         ids, log_p_TV = self.read(body.get("prompt", body.get("input_ids", body.get("text"))))
         own = [None, *(float(log_p_TV[t, token]) for t, token in enumerate(ids[1:]))]
+        if self.form == "late":
+            own = [None, *(float(log_p_TV[t, token]) for t, token in enumerate(ids) if t > 0)]
         if self.form == "generate":
             listed = [[log_p, token, None] for log_p, token in zip(own, ids, strict=True)]
             return 200, {"text": "", "meta_info": {"input_token_logprobs": listed}}
@@ -101,6 +105,9 @@ class ServedModel:
             return 422, {"error": "unknown field prompt_logprobs"}
         usage = {"prompt_tokens": len(ids), "completion_tokens": 1}
         choice: dict[str, Any] = {"text": "", "logprobs": {"token_logprobs": [*own, -1.5]}}
+        if self.form == "late" and isinstance(body["prompt"], str):  # without the generated token
+            starts = [len(self.tokenizer.decode(ids[:t])) for t in range(len(ids))]
+            choice["logprobs"] = {"token_logprobs": own, "text_offset": starts}
         if self.form == "prompt_logprobs":
             first = [None, *(int(row.argmax()) for row in log_p_TV[:-1])]
             choice["prompt_logprobs"] = [

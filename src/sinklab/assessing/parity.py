@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from sinklab.assessing.reading import Change, changed_attention
-from sinklab.assessing.server import PromptScores, Server
+from sinklab.assessing.server import PromptScores, ScoredToken, Server
 from sinklab.assessing.settings import FEWEST_SCORED
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import CAUSAL, visible_keys
@@ -104,6 +104,11 @@ class JudgedPrompt(ReadDocument):
     verdict: str
     compared: list[Compared]
 
+    @property
+    def nearest(self) -> Compared:
+        """The comparison with the smallest mean."""
+        return min(self.compared, key=lambda one: one.mean)
+
     def table(self) -> Table:
         """Return the comparisons as a table: with one alteration or none, the nearest, and that of the verdict."""
         columns: list[tuple[TableColumn, Callable[[Compared], float | str | None]]] = [
@@ -116,12 +121,8 @@ class JudgedPrompt(ReadDocument):
         ]
         title = f"{self.prompt}: {self.verdict}"
         note = f"{self.scored:,} log-probabilities by {self.way}; tolerance {self.tolerance:.4f} nats"
-        nearest = min(self.compared, key=lambda one: one.mean, default=None)
-        shown = [
-            one
-            for one in self.compared
-            if _alterations(one.variant) < 2 or one is nearest or one.variant == self.verdict
-        ]
+        wanted = {self.verdict, self.nearest.variant} if self.compared else set()
+        shown = [one for one in self.compared if _alterations(one.variant) < 2 or one.variant in wanted]
         return table_of(title, shown, columns, [note]).without_empty_columns()
 
 
@@ -344,11 +345,35 @@ class _Reader:
             return JudgedPrompt(
                 prompt=form, way=scores.way, scored=0, rounding=0, tolerance=0, verdict=SPLIT, compared=[]
             )
-        n = len(self.ids)  # the first token is left out, because it is not predicted without BOS
-        pairs = [(n + one.place, one) for one in scores.scored if n + one.place >= 1]
-        at_S = [at for at, _ in pairs]
-        tokens_S = [self.ids[at] if one.token is None else one.token for at, one in pairs]
-        log_p_S = torch.tensor([one.log_p for _, one in pairs], dtype=torch.float64)
+        scored = [(len(self.ids) + one.place, one) for one in scores.scored]
+        found = self._compared(form, scores.way, [(at, self._own(at, one), one.log_p) for at, one in scored], tolerance)
+        if scores.echoed and found.nearest.mean > found.tolerance:
+            later = [(at + 1, self.ids[at], one.log_p) for at, one in scored]
+            other = self._compared(form, scores.way, later, tolerance)
+            if NEARER * other.nearest.mean <= found.nearest.mean:
+                found = other
+                self.notes.append(
+                    f"{form}: for each token the server returns the log-probability that it follows itself, as "
+                    "llama-cpp-python does without BOS (abetlen/llama-cpp-python#1983); they are compared as such"
+                )
+        self._note(found)
+        return found
+
+    def _own(self, at: int, one: ScoredToken) -> int:
+        """Return the id of a scored token, which is the text's own token if the server does not return it."""
+        return self.ids[at] if one.token is None else one.token
+
+    def _compared(
+        self, form: str, way: str, scored: Sequence[tuple[int, int, float]], tolerance: float | None
+    ) -> JudgedPrompt:
+        """Compare log-probabilities with those of all models here.
+
+        Args:
+            scored: for each token the number of the text's tokens before it, its id and the server's log-probability.
+                Those of the first token are left out, because it is not predicted without BOS.
+        """
+        at_S, tokens_S, log_ps = zip(*(one for one in scored if one[0] >= 1), strict=True)
+        log_p_S = torch.tensor(log_ps, dtype=torch.float64)
         here_S, rounded_S = (self._log_p(_Variant(self.bos), at_S, tokens_S, rounded) for rounded in (False, True))
         rounding = float((rounded_S - here_S).abs().mean())
         limit = max(ROUNDINGS * rounding, LEAST_TOLERANCE) if tolerance is None else tolerance
@@ -371,10 +396,9 @@ class _Reader:
 
         compared = [compare(variant) for variant in self._variants()]
         verdict = verdict_of({one.variant: one.mean for one in compared}, limit)
-        self._note(form, compared, rounding, limit, verdict)
         return JudgedPrompt(
             prompt=form,
-            way=scores.way,
+            way=way,
             scored=len(at_S),
             rounding=rounding,
             tolerance=limit,
@@ -382,16 +406,17 @@ class _Reader:
             compared=compared,
         )
 
-    def _note(self, form: str, compared: Sequence[Compared], rounding: float, limit: float, verdict: str) -> None:
-        for one in compared:
-            if one.variant == verdict and one.mean > limit:
+    def _note(self, found: JudgedPrompt) -> None:
+        for one in found.compared:
+            if one.variant == found.verdict and one.mean > found.tolerance:
                 self.notes.append(
-                    f"{form}: {verdict} is nearest, but differs by {one.mean:.2g} nats, more than {limit:.2g}"
+                    f"{found.prompt}: {one.variant} is nearest, but differs by {one.mean:.2g} nats, more than "
+                    f"{found.tolerance:.2g}"
                 )
-            if one.variant != AS_CONFIGURED and one.effect <= rounding:
+            if _alterations(one.variant) == 1 and one.effect <= found.rounding:
                 self.notes.append(
-                    f"{form}: {one.variant} changes log p here by {one.effect:.2g} nats, not more than rounding "
-                    f"({rounding:.2g}): this text does not show it"
+                    f"{found.prompt}: {one.variant} changes log p here by {one.effect:.2g} nats, not more than "
+                    f"rounding ({found.rounding:.2g}): this text does not show it"
                 )
 
     def _variants(self) -> Iterator[_Variant]:
@@ -414,7 +439,7 @@ class _Reader:
         same_number = scores.length in (None, *(n + count * bos for count in range(3)))
         return same_number and known == self.ids[n - len(known) :]
 
-    def _log_p(self, variant: _Variant, at_S: list[int], tokens_S: list[int], rounded: bool = False) -> Tensor:
+    def _log_p(self, variant: _Variant, at_S: Sequence[int], tokens_S: Sequence[int], rounded: bool = False) -> Tensor:
         """Return log p of tokens, given the prefix of the variant and the first `at` tokens of the text: float64."""
         device = self.adapter.device
         with evaluating(self.adapter.module), _bfloat16(device) if rounded else nullcontext():

@@ -52,12 +52,14 @@ class PromptScores:
         scored: the scored tokens.
         length: number of tokens of the prompt, as the server counts them; None if it does not return it.
         tokens: ids of the last tokens of the prompt; empty if the server does not return them.
+        echoed: whether they are those of an echo, without token ids.
     """
 
     way: str
     scored: list[ScoredToken]
     length: int | None
     tokens: list[int] = field(default_factory=list)
+    echoed: bool = False
 
 
 class Server:
@@ -102,11 +104,11 @@ class Server:
         answer = self._ask("/v1/completions", self._echoed(prompt) | {"prompt_logprobs": 1})
         listed = answer["choices"][0].get("prompt_logprobs")
         if not listed:
-            return _of_echo(answer)
+            return _of_echo(answer, prompt)
         return _of_listed(listed, prompt)
 
     def _echo(self, prompt: Prompt) -> PromptScores | None:
-        return _of_echo(self._ask("/v1/completions", self._echoed(prompt)))
+        return _of_echo(self._ask("/v1/completions", self._echoed(prompt)), prompt)
 
     def _echoed(self, prompt: Prompt) -> dict[str, Any]:
         """Return a request; a maximum of 0 tokens is refused by vLLM, and means no limit for llama-cpp-python."""
@@ -190,11 +192,19 @@ def _of_listed(listed: list[dict[str, Any] | None], prompt: Prompt) -> PromptSco
     return PromptScores("prompt_logprobs of /v1/completions", scored, len(listed), tokens)
 
 
-def _of_echo(answer: dict[str, Any]) -> PromptScores | None:
-    """Read token_logprobs of the echoed prompt and the generated token; None if the prompt is not echoed."""
+def _of_echo(answer: dict[str, Any], prompt: Prompt) -> PromptScores | None:
+    """Read token_logprobs of the echoed prompt and the generated token; None if the prompt is not echoed.
+
+    llama-cpp-python leaves out BOS, or else the generated token, whose place in the text is therefore compared.
+    """
     choice, usage = answer["choices"][0], answer.get("usage") or {}
-    log_ps = (choice.get("logprobs") or {}).get("token_logprobs") or []
-    generated = usage.get("completion_tokens", 1)
-    echoed = log_ps[: len(log_ps) - generated]
-    scored = [ScoredToken(index - len(echoed), None, log_p) for index, log_p in enumerate(echoed) if log_p is not None]
-    return PromptScores("echo of /v1/completions", scored, usage.get("prompt_tokens")) if scored else None
+    listed = choice.get("logprobs") or {}
+    log_ps, offsets = listed.get("token_logprobs") or [], listed.get("text_offset") or [-1]
+    if isinstance(prompt, str) and min(offsets) >= 0:
+        echoed = [log_p for log_p, offset in zip(log_ps, offsets, strict=True) if offset < len(prompt)]
+    else:
+        echoed = log_ps[: len(log_ps) - usage.get("completion_tokens", 1)]
+    scored = [ScoredToken(at - len(echoed), None, log_p) for at, log_p in enumerate(echoed) if log_p is not None]
+    if not scored:
+        return None
+    return PromptScores("echo of /v1/completions", scored, usage.get("prompt_tokens"), echoed=True)
