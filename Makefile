@@ -59,7 +59,7 @@ test-cuda-dry: $(STAMP)
 
 $(EXTRAS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(EXTRAS)
-	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,track,quantised,gguf,adapters,cluster,sft,eval]'
+	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,track,quantised,gguf,adapters,lightning,cluster,sft,eval]'
 	@touch $@
 
 test-portable: $(STAMP)

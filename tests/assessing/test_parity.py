@@ -1,6 +1,7 @@
 """Servers on the loopback that serve models as configured, rounded and altered: the verdict names what they serve."""
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from conftest import Run
 from served_models import KEY, WINDOW, ServedModel, loaded, saved_model, serving
-from tiny_models import text_file
+from tiny_models import TEMPLATE, chat_file, text_file
 
 from sinklab.assessing.parity import (
     AS_CONFIGURED,
@@ -41,9 +42,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return directory
 
 
-def compared(folder: Path, served: ServedModel, **options: Any) -> Parity:
+def compared(folder: Path, served: ServedModel, length: int | None = LENGTH, **options: Any) -> Parity:
     with serving(served) as url:
-        return compare_server(url, str(folder), **{"length": LENGTH} | options)
+        return compare_server(url, str(folder), length=length, **options)
 
 
 def verdicts(found: Parity) -> dict[str, str]:
@@ -149,6 +150,14 @@ def test_an_echo_that_is_one_token_late_is_read_as_such(models: Models) -> None:
     assert verdicts(found) == {IDS: "no sink logits", TEXT: "no sink logits"}
     assert sum("follows itself" in note for note in found.notes) == 2
     assert found.prompts[0].nearest.mean < 1e-5
+
+
+def test_conversations_begin_with_one_bos(models: Models, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(models("llama"), tmp_path / "chat"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    chats = chat_file(tmp_path / "chats.jsonl")
+    found = compared(folder, ServedModel(loaded(folder), folder, "prompt_logprobs"), text=chats)
+    assert verdicts(found) == {IDS: AS_CONFIGURED, TEXT: AS_CONFIGURED, TEXT_WITH_BOS: "two BOS"}
 
 
 def test_a_text_within_the_window_does_not_judge_it(models: Models) -> None:

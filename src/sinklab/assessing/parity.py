@@ -199,6 +199,8 @@ def compare_server(
     step(f"loading {model}")
     opened = open_model(model, loading, as_transformers=is_run(model))
     opened.adapter.check_causal()
+    if not opened.adapter.has_head:
+        raise InputError(f"{model} has no LM head, and so no log-probabilities: pass the model with its head")
     windows = text_config(opened.module.config) if hasattr(opened.module, "config") else None
     window = getattr(windows, "sliding_window", None) or 0
     said, ids = _text_of(opened, text, length, window)
@@ -260,9 +262,11 @@ def _text_of(model: Model, text: Path | None, length: int | None, window: int) -
         ids += model.encode(f"{document}\n\n")
         if len(ids) >= wanted:
             break
-    said = model.decode(ids[:wanted])
+    start = len(bos) if (bos := list(model.special)) and ids[: len(bos)] == bos else 0  # of a chat template
+    said = model.decode(ids[start : start + wanted])
     if len(again := list(model.encode(said))) < FEWEST_SCORED:
         raise InputError(f"{text} has {len(again)} tokens: at least {FEWEST_SCORED} are needed")
+    model.arrange(torch.tensor([again]), 0, None)
     return said, again
 
 
@@ -322,7 +326,7 @@ class _Reader:
         self.adapter, self.ids = model.adapter, ids
         self.bos = tuple(model.special)
         self._other_bos = () if self.bos else model.bos_ids[:1]
-        self._kept = dict[_Variant, Tensor]()
+        self._kept = dict[tuple[_Variant, bool], Tensor]()
         self._fixed = self.adapter.inseparable()
         self.notes = [f"only BOS is altered: {self._fixed}"] if self._fixed else []
         features = _Features(set())
@@ -457,15 +461,15 @@ class _Reader:
         Args:
             change: function that reads or changes the attention calls; None for the changes of the variant.
         """
-        if variant in self._kept and not rounded:
-            return self._kept[variant]
+        if (found := self._kept.get((variant, rounded))) is not None:
+            return found
         tokens_1T = torch.tensor([[*variant.prefix, *self.ids]], device=self.adapter.device)
         module, change = self.adapter.module, change or variant.change
         attention = evaluating(module) if self._fixed else changed_attention(self.adapter, change)
         rounding = _bfloat16(self.adapter.device) if rounded else nullcontext()
         with attention, rounding, replaced_inputs(self.adapter.blocks if rounded else (), _rounded):
             states_TE = self.adapter.hidden(tokens_1T)[0]
-        return states_TE if rounded else self._kept.setdefault(variant, states_TE)
+        return self._kept.setdefault((variant, rounded), states_TE)
 
 
 def _rounded(index: int, x: Tensor) -> Tensor:
