@@ -10,7 +10,8 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from tiny_gguf import as_gguf, llama, needed
+from served_models import saved_model
+from tiny_gguf import as_gguf, gemma2_as_gguf, llama, needed
 from tiny_models import text_file
 
 from sinklab.assessing.parity import AS_CONFIGURED, DIFFERS, Parity, compare_server
@@ -76,3 +77,19 @@ def test_a_file_in_four_bits_differs_from_the_model_that_it_was_made_from(tmp_pa
     served = as_gguf(model, tmp_path / "tiny.gguf", "Q4_1")
     assert compared(served, model, tmp_path).verdict == DIFFERS
     assert compared(served, served, tmp_path).verdict == AS_CONFIGURED
+
+
+@pytest.mark.parametrize(
+    ("altered", "named"),
+    [
+        ({}, AS_CONFIGURED),
+        ({"attn_logit_softcapping": 1e4}, "no softcap"),
+        ({"sliding_window": 10**6}, "no window"),
+        ({"attn_logit_softcapping": 1e4, "sliding_window": 10**6}, "no window, no softcap"),
+    ],
+)
+def test_gemma_2_without_window_or_softcap_is_named(tmp_path: Path, altered: dict[str, float], named: str) -> None:
+    model = saved_model(tmp_path / "model", "gemma2")
+    found = compared(gemma2_as_gguf(model, tmp_path / "tiny.gguf", **altered), model, tmp_path)
+    assert found.verdict == named
+    assert found.prompts[0].nearest.mean < 0.02

@@ -1,6 +1,7 @@
 """The same tiny random Llama twice: as a directory of transformers, and as a .gguf file, written tensor by tensor."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+}
+GEMMA_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 
 
@@ -98,13 +104,42 @@ def as_gguf(
     return path
 
 
-def _name(name: str) -> str:
+def gemma2_as_gguf(model: Path, path: Path, **altered: Any) -> Path:
+    """Write a Gemma 2 of a directory as llama.cpp does, in float32; `altered` are values of its config."""
+    gguf = needed()
+    config: Any = hf.AutoConfig.from_pretrained(model)
+    config.update(altered)
+    writer = gguf.GGUFWriter(path, "gemma2")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    writer.add_sliding_window(config.sliding_window)
+    _add_tokenizer(writer, model)
+    for name, tensor in hf.AutoModelForCausalLM.from_pretrained(model).state_dict().items():
+        if name != "lm_head.weight":
+            writer.add_tensor(_name(name, GEMMA_NORMS), (tensor + 1 if "norm" in name else tensor).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _name(name: str, other: Mapping[str, str] = {}) -> str:
     whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
     if name in whole or name == "lm_head.weight":
         return whole.get(name, "output.weight")
     layer, _, inside = name.removeprefix("model.layers.").partition(".")
     part, _, kind = inside.rpartition(".")
-    return f"blk.{layer}.{NAMES[part]}.{kind}"
+    return f"blk.{layer}.{(NAMES | dict(other))[part]}.{kind}"
 
 
 def _interleaved(array: np.ndarray, heads: int) -> np.ndarray:
