@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 from served_models import saved_model
-from tiny_gguf import as_gguf, gemma2_as_gguf, llama, needed
+from tiny_gguf import as_gguf, llama, needed, windowed_as_gguf
 from tiny_models import text_file
 
 from sinklab.assessing.parity import AS_CONFIGURED, DIFFERS, Parity, compare_server
@@ -80,16 +81,21 @@ def test_a_file_in_four_bits_differs_from_the_model_that_it_was_made_from(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("altered", "named"),
+    ("family", "altered", "named"),
     [
-        ({}, AS_CONFIGURED),
-        ({"attn_logit_softcapping": 1e4}, "no softcap"),
-        ({"sliding_window": 10**6}, "no window"),
-        ({"attn_logit_softcapping": 1e4, "sliding_window": 10**6}, "no window, no softcap"),
+        ("gemma2", {}, AS_CONFIGURED),
+        ("gemma2", {"attn_logit_softcapping": 1e4}, "no softcap"),
+        ("gemma2", {"sliding_window": 10**6}, "no window"),
+        ("gemma2", {"attn_logit_softcapping": 1e4, "sliding_window": 10**6}, "no window, no softcap"),
+        ("gpt-oss", {}, AS_CONFIGURED),
+        ("gpt-oss", {"sinks": False}, "no sink logits"),
+        ("gpt-oss", {"sinks": False, "sliding_window": 10**6}, "no sink logits, no window"),
     ],
 )
-def test_gemma_2_without_window_or_softcap_is_named(tmp_path: Path, altered: dict[str, float], named: str) -> None:
-    model = saved_model(tmp_path / "model", "gemma2")
-    found = compared(gemma2_as_gguf(model, tmp_path / "tiny.gguf", **altered), model, tmp_path)
+def test_a_model_without_its_window_softcap_or_sinks_is_named(
+    tmp_path: Path, family: str, altered: dict[str, Any], named: str
+) -> None:
+    model = saved_model(tmp_path / "model", family)
+    found = compared(windowed_as_gguf(model, tmp_path / "tiny.gguf", **altered), model, tmp_path)
     assert found.verdict == named
     assert found.prompts[0].nearest.mean < 0.02

@@ -17,7 +17,11 @@ WINDOW = 16
 KEY = "secret"
 CONFIGS: dict[str, Callable[..., Any]] = {
     "gpt-oss": lambda **sizes: hf.GptOssConfig(
-        **sizes, num_local_experts=2, num_experts_per_tok=1, sliding_window=WINDOW
+        **sizes,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=WINDOW,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
     "gemma2": lambda **sizes: hf.Gemma2Config(
         **sizes, sliding_window=WINDOW, attn_logit_softcapping=3.0, query_pre_attn_scalar=8

@@ -28,6 +28,7 @@ GEMMA_NORMS = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+GPT_OSS_PARTS = {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}
 
 
 def needed() -> Any:
@@ -104,12 +105,18 @@ def as_gguf(
     return path
 
 
-def gemma2_as_gguf(model: Path, path: Path, **altered: Any) -> Path:
-    """Write a Gemma 2 of a directory as llama.cpp does, in float32; `altered` are values of its config."""
+def windowed_as_gguf(model: Path, path: Path, sinks: bool = True, **altered: Any) -> Path:
+    """Write a Gemma 2 or gpt-oss of a directory as llama.cpp does, in float32.
+
+    Args:
+        sinks: whether gpt-oss has its sink logits; else they are so low that no query attends to them.
+        altered: values of its config.
+    """
     gguf = needed()
     config: Any = hf.AutoConfig.from_pretrained(model)
     config.update(altered)
-    writer = gguf.GGUFWriter(path, "gemma2")
+    is_gemma = config.model_type == "gemma2"
+    writer = gguf.GGUFWriter(path, "gemma2" if is_gemma else "gpt-oss")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -117,15 +124,34 @@ def gemma2_as_gguf(model: Path, path: Path, **altered: Any) -> Path:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-    writer.add_final_logit_softcapping(config.final_logit_softcapping)
     writer.add_sliding_window(config.sliding_window)
+    if is_gemma:
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    else:
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
     _add_tokenizer(writer, model)
     for name, tensor in hf.AutoModelForCausalLM.from_pretrained(model).state_dict().items():
-        if name != "lm_head.weight":
-            writer.add_tensor(_name(name, GEMMA_NORMS), (tensor + 1 if "norm" in name else tensor).numpy())
+        layer = ".".join(name.split(".")[2:3])
+        if name == "lm_head.weight" and is_gemma:
+            continue
+        if name.endswith("sinks"):
+            value = tensor if sinks else torch.full_like(tensor, -1e4)
+            writer.add_tensor(f"blk.{layer}.attn_sinks.weight", value.numpy())
+        elif "experts" in name:
+            kind = "bias" if name.endswith("bias") else "weight"
+            value = tensor if kind == "bias" else tensor.mT
+            parts = {"down": value} if "down" in name else {"gate": value[:, ::2], "up": value[:, 1::2]}
+            for part, one in parts.items():
+                writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.{kind}", one.contiguous().numpy())
+        else:
+            value = tensor + 1 if is_gemma and "norm" in name else tensor
+            writer.add_tensor(_name(name, GEMMA_NORMS if is_gemma else GPT_OSS_PARTS), value.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
