@@ -12,7 +12,9 @@ import torch
 from conftest import Run
 from served_models import KEY, WINDOW, ServedModel, loaded, saved_model, serving
 from tiny_models import TEMPLATE, chat_file, text_file
+from trained_run import trained_run
 
+import sinklab
 from sinklab.assessing.parity import (
     AS_CONFIGURED,
     DIFFERS,
@@ -25,6 +27,7 @@ from sinklab.assessing.parity import (
     verdict_of,
 )
 from sinklab.errors import InputError, SinklabError
+from sinklab.export.directory import export_run
 from sinklab.models.huggingface.loading import Loading
 
 LENGTH = 6 * WINDOW
@@ -160,6 +163,20 @@ def test_conversations_begin_with_one_bos(models: Models, tmp_path: Path) -> Non
     assert verdicts(found) == {IDS: AS_CONFIGURED, TEXT: AS_CONFIGURED, TEXT_WITH_BOS: "two BOS"}
 
 
+def test_a_run_is_compared_as_its_export(tmp_path: Path) -> None:
+    made: dict[str, Any] = {"context": 128, "attention": {"bias": {"kind": "sink_logit"}}}
+    run_directory, text = trained_run(tmp_path, {}, made)
+    exported = export_run(run_directory, tmp_path / "exported").directory
+    sinklab.register()
+    model = loaded(exported)
+    assert compared(run_directory, ServedModel(model, exported, "echo"), text=text).as_configured
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("logit") or "sink" in name:
+                parameter.fill_(-1e4)
+    assert compared(run_directory, ServedModel(model, exported, "echo"), text=text).verdict == "no sink logits"
+
+
 def test_a_text_within_the_window_does_not_judge_it(models: Models) -> None:
     folder = models("mistral")
     found = compared(folder, ServedModel(loaded(folder, "window"), folder, "echo"), length=WINDOW - 1)
@@ -210,10 +227,12 @@ def test_the_command_prints_and_saves_the_verdict(models: Models, run: Run, tmp_
     with serving(ServedModel(loaded(folder), folder, "prompt_logprobs")) as url:
         status, out, _ = run("parity", url, *options, "--out", tmp_path / "out")
     assert status == 0
-    assert out.rstrip().endswith(f"serves {folder}: {AS_CONFIGURED}")
+    assert out.rstrip().endswith(f"serves {folder} {AS_CONFIGURED}")
     saved = Parity.model_validate_json((tmp_path / "out" / "parity.json").read_text())
     assert (saved.length, saved.served, saved.dtype) == (LENGTH, "tiny", "float32")
     with serving(ServedModel(loaded(folder, "sinks"), folder, "prompt_logprobs")) as url:
+        status, out, _ = run("parity", url, *options)
+        assert (status, out.rstrip().endswith("with no sink logits")) == (1, True)
         status, out, _ = run("parity", url.removesuffix("/v1"), *options, "--out", tmp_path / "out", "--json")
     assert status == 1
     assert json.loads(out)["prompts"][0]["verdict"] == "no sink logits"

@@ -160,6 +160,15 @@ class Parity(VersionedDocument):
         """Whether the server serves the model as configured, up to rounding."""
         return self.verdict == AS_CONFIGURED
 
+    def sentence(self) -> str:
+        """Return the verdict in a sentence."""
+        if self.verdict == SPLIT:
+            return f"{self.server} tokenises the text differently from {self.model}"
+        if self.verdict == DIFFERS:
+            return f"{self.server} differs from {self.model}, as configured and altered"
+        how = self.verdict if self.as_configured else f"with {self.verdict}"
+        return f"{self.server} serves {self.model} {how}"
+
 
 def compare_server(
     url: str,
@@ -201,8 +210,7 @@ def compare_server(
     opened.adapter.check_causal()
     if not opened.adapter.has_head:
         raise InputError(f"{model} has no LM head, and so no log-probabilities: pass the model with its head")
-    windows = text_config(opened.module.config) if hasattr(opened.module, "config") else None
-    window = getattr(windows, "sliding_window", None) or 0
+    window = getattr(text_config(opened.module.config), "sliding_window", None) or 0
     said, ids = _text_of(opened, text, length, window)
     reader = _Reader(opened, ids, window)
     prompts = list[JudgedPrompt]()

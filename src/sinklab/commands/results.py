@@ -146,7 +146,7 @@ def print_parity(parity: "Parity", console: Console) -> None:
     for one in parity.prompts:
         print_table(one.table(), console)
     print_notes(parity.notes, console)
-    print_text(f"{parity.server} serves {parity.model}: {parity.verdict}", console)
+    print_text(parity.sentence(), console)
 
 
 def print_measurement(measurement: "Measurement", console: Console, full: bool = False) -> None:
