@@ -88,6 +88,8 @@ class ServedModel:
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Status and content of the answer to a request."""
+        if (path, self.form) == ("/tokenize", "next"):
+            return 200, {"tokens": self.read(body["content"])[0]}
         served = {"generate": "/generate", "next": "/completion", "chat": ""}.get(self.form, "/v1/completions")
         if path != served:
             return 404, {"error": f"no {path}"}

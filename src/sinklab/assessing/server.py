@@ -8,8 +8,8 @@ Servers return them in different ways. These are tried in order, until one retur
     /completion       n_probs (llama.cpp): the most probable next tokens, after beginnings of the prompt
 
 llama.cpp's server does not return log-probabilities of the prompt (ggml-org/llama.cpp#27174). It is asked for the next
-token after `BEGINNINGS` beginnings of a prompt of token ids, which its prompt cache makes cheap, and after a text only
-at its end.
+token after `BEGINNINGS` beginnings of the prompt, which its prompt cache makes cheap. A text is tokenised by /tokenize,
+with the special tokens that it gets in a completion.
 """
 
 import json
@@ -128,20 +128,15 @@ class Server:
         return PromptScores("return_logprob of /generate", scored, len(listed), [one[1] for one in listed])
 
     def _next_tokens(self, prompt: Prompt) -> PromptScores | None:
-        ends = [None]
-        if not isinstance(prompt, str):
-            count = min(BEGINNINGS, len(prompt))
-            ends = [len(prompt) * number // count for number in range(1, count + 1)]
-        scored, length = list[ScoredToken](), None
+        text = isinstance(prompt, str)
+        ids = self._ask("/tokenize", {"content": prompt, "add_special": True})["tokens"] if text else list(prompt)
+        count, scored = min(BEGINNINGS, len(ids)), list[ScoredToken]()
         options = {"n_predict": 1, "n_probs": LISTED, "temperature": 0, "cache_prompt": True}
-        for end in ends:
-            beginning = prompt if isinstance(prompt, str) else list(prompt[:end])
-            answer = self._ask("/completion", {"prompt": beginning} | options)
-            place = 0 if end is None else end - len(prompt)
+        for end in (len(ids) * number // count for number in range(1, count + 1)):
+            answer = self._ask("/completion", {"prompt": ids[:end]} | options)
             tops = answer["completion_probabilities"][0]["top_logprobs"]
-            scored += [ScoredToken(place, one["id"], one["logprob"]) for one in tops]
-            length = answer.get("tokens_evaluated")
-        return PromptScores("n_probs of /completion", scored, length) if scored else None
+            scored += [ScoredToken(end - len(ids), one["id"], one["logprob"]) for one in tops]
+        return PromptScores("n_probs of /completion", scored, len(ids), ids) if scored else None
 
     def _first_model(self) -> str:
         try:
