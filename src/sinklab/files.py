@@ -47,6 +47,7 @@ KEYS = {
     "families.json": {"schema", "models"},
     "checkpoints.json": {"schema", "checkpoints"},
     "assessment.json": {"schema", "asked", "skipped"},
+    "parity.json": {"schema", "server", "prompts"},
     "evaluation.json": {"schema", "lm_eval", "tasks"},
     "summary.json": {"cells", "claims"},
     "sft.json": {"schema", "asked", "conversations"},

@@ -115,6 +115,28 @@ def test_our_transformer_is_monitored_as_measured(bias: dict[str, Any]) -> None:
     assert ("sink/bias_share" in numbers) == (bias.get("bias", {}).get("kind") == "sink_logit")
 
 
+@pytest.mark.parametrize("kind", ["head", "element"])
+def test_gates_of_our_transformer_are_those_of_a_measurement(kind: str) -> None:
+    sizes = {"layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 50, "context": 16}
+    changes = {"gate": {"kind": kind}, "attention": {"bias": {"kind": "sink_token"}}}
+    model = Transformer(ModelConfig.model_validate({**sizes, **changes}), seed=3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "gate" in name:
+                parameter.mul_(20)
+    tokens = torch.randint(50, (3, 16), generator=torch.Generator().manual_seed(2))
+    with sinklab.monitor(model, every=1)(0) as numbers:
+        model.hidden(tokens)
+    details = sinklab.measure(model, tokens, details=True).details
+    assert details is not None
+    assert details.gate is not None
+    assert numbers["sink/gate"] == pytest.approx(float(details.gate.mean()), rel=1e-5)
+    for layer, of_layer in enumerate(details.gate, 1):
+        assert numbers[f"sink/gate_layer_{layer}"] == pytest.approx(float(of_layer.mean()), rel=1e-5)
+    with sinklab.monitor(small_model(), every=1)(0) as numbers:
+        assert "sink/gate" not in numbers
+
+
 def test_a_spike_is_reported_once_there_are_past_values() -> None:
     model, tokens, said = small_model().eval(), family_tokens(), list[str]()
     monitor = sinklab.monitor(model, every=1, alert=said.append)
@@ -144,6 +166,53 @@ def test_the_trainer_logs_the_numbers(tmp_path: Any) -> None:
     logged = [entry for entry in trainer.state.log_history if "sink/rate" in entry]
     assert [entry["step"] for entry in logged] == [1, 3]
     assert all(math.isfinite(entry["sink/largest_logit"]) for entry in logged)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_lightning_logs_the_numbers(tmp_path: Any, accumulated: int) -> None:
+    pl = pytest.importorskip("lightning.pytorch", reason="needs lightning (extra lightning)")
+    model, tokens = small_model(), family_tokens()
+
+    class Training(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = copy.deepcopy(model)
+
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+            return self.model(batch, labels=batch).loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), 1e-3)
+
+    class Kept(pl.loggers.logger.DummyLogger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = list[tuple[int, dict[str, float]]]()
+
+        def log_metrics(self, metrics: Any, step: Any = None) -> None:
+            self.kept.append((step, metrics))
+
+    def trained(*callbacks: Any) -> tuple[list[torch.Tensor], list[tuple[int, dict[str, float]]]]:
+        torch.manual_seed(0)
+        module, logger = Training(), Kept()
+        options: dict[str, Any] = {"max_steps": 4, "accumulate_grad_batches": accumulated, "accelerator": "cpu"}
+        options |= {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = pl.Trainer(logger=logger, callbacks=[one(module.model) for one in callbacks], **options)
+        trainer.fit(module, torch.utils.data.DataLoader(tokens.repeat(4, 1), batch_size=2))  # type: ignore[arg-type]
+        return [one.detach().clone() for one in module.parameters()], logger.kept
+
+    plain, _ = trained()
+    watched, kept = trained(lambda model: sinklab.monitor(model, every=2).lightning_callback())
+    assert all(map(torch.equal, plain, watched))
+    assert [step for step, numbers in kept if "sink/rate" in numbers] == [0, 2]
+    batch = tokens.repeat(4, 1)[: 2 * accumulated]
+    copy_of = copy.deepcopy(model)
+    with (monitor := sinklab.monitor(copy_of, every=1))(0) as numbers:
+        copy_of(batch)
+    first = next(numbers for _, numbers in kept if "sink/rate" in numbers)
+    assert first.keys() == monitor.numbers.keys()
+    for name in ("sink/rate", "sink/share", "sink/entropy", "sink/largest_logit"):
+        assert first[name] == pytest.approx(numbers[name], rel=1e-4)
 
 
 def test_arguments_out_of_range_and_other_modules_are_refused() -> None:

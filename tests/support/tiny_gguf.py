@@ -1,6 +1,7 @@
 """The same tiny random Llama twice: as a directory of transformers, and as a .gguf file, written tensor by tensor."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,12 @@ NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+GEMMA_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+GPT_OSS_PARTS = {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}
 
 
 def needed() -> Any:
@@ -98,13 +105,67 @@ def as_gguf(
     return path
 
 
-def _name(name: str) -> str:
+def windowed_as_gguf(model: Path, path: Path, sinks: bool = True, **altered: Any) -> Path:
+    """Write a Gemma 2 or gpt-oss of a directory as llama.cpp does, in float32.
+
+    Args:
+        sinks: whether gpt-oss has its sink logits; else they are so low that no query attends to them.
+        altered: values of its config.
+    """
+    gguf = needed()
+    config: Any = hf.AutoConfig.from_pretrained(model)
+    config.update(altered)
+    is_gemma = config.model_type == "gemma2"
+    writer = gguf.GGUFWriter(path, "gemma2" if is_gemma else "gpt-oss")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_sliding_window(config.sliding_window)
+    if is_gemma:
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    else:
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+    _add_tokenizer(writer, model)
+    for name, tensor in hf.AutoModelForCausalLM.from_pretrained(model).state_dict().items():
+        layer = ".".join(name.split(".")[2:3])
+        if name == "lm_head.weight" and is_gemma:
+            continue
+        if name.endswith("sinks"):
+            value = tensor if sinks else torch.full_like(tensor, -1e4)
+            writer.add_tensor(f"blk.{layer}.attn_sinks.weight", value.numpy())
+        elif "experts" in name:
+            kind = "bias" if name.endswith("bias") else "weight"
+            value = tensor if kind == "bias" else tensor.mT
+            parts = {"down": value} if "down" in name else {"gate": value[:, ::2], "up": value[:, 1::2]}
+            for part, one in parts.items():
+                writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.{kind}", one.contiguous().numpy())
+        else:
+            value = tensor + 1 if is_gemma and "norm" in name else tensor
+            writer.add_tensor(_name(name, GEMMA_NORMS if is_gemma else GPT_OSS_PARTS), value.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _name(name: str, other: Mapping[str, str] = {}) -> str:
     whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
     if name in whole or name == "lm_head.weight":
         return whole.get(name, "output.weight")
     layer, _, inside = name.removeprefix("model.layers.").partition(".")
     part, _, kind = inside.rpartition(".")
-    return f"blk.{layer}.{NAMES[part]}.{kind}"
+    return f"blk.{layer}.{(NAMES | dict(other))[part]}.{kind}"
 
 
 def _interleaved(array: np.ndarray, heads: int) -> np.ndarray:

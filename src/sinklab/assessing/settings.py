@@ -17,6 +17,7 @@ CacheSize = Annotated[int, Field(ge=2)]
 LONGEST = 2**13  # the length part reads 2 contexts, at most LONGEST tokens, but at least 5/4 of the context
 KEPT = (0, 1, 2, 4)
 CACHE_GROUP = 32  # size of a quantisation group of the KV cache, in tokens or channels
+FEWEST_SCORED = 8  # tokens of the text that `parity` compares
 PART_NAMES = (
     "streaming",
     "quantisation",

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from sinklab import __version__, signals
 from sinklab.commands import reproduce
-from sinklab.commands.measure import advise, assess, compare, evaluate, measure, sft
+from sinklab.commands.measure import advise, assess, compare, evaluate, measure, parity, sft
 from sinklab.commands.options import Json, PanelCommand, PlainGroup, option, print_result, with_options
 from sinklab.commands.reproduce import lab
 from sinklab.commands.terminal import DataDisplay, JobProgress, print_text, stderr
@@ -497,7 +497,14 @@ def prepare(
 
 
 GROUPS = {
-    "Measure a model": {"measure": measure, "compare": compare, "assess": assess, "advise": advise, "eval": evaluate},
+    "Measure a model": {
+        "measure": measure,
+        "compare": compare,
+        "assess": assess,
+        "advise": advise,
+        "parity": parity,
+        "eval": evaluate,
+    },
     "Train models": {
         "lab": lab,
         "train": train,

@@ -3,6 +3,7 @@
 The commands import slow modules when called.
 """
 
+import os
 from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from sinklab.assessing.settings import AssessOptions
+from sinklab.assessing.settings import FEWEST_SCORED, AssessOptions
 from sinklab.commands.options import (
     Json,
     LoadingOptions,
@@ -283,6 +284,75 @@ def advise(
         print_text(advice.text(full), console)
 
     run_job(work, f"reading {model} and the text", as_json, show, resumes=out is not None)
+
+
+@with_options
+def parity(
+    *,
+    url: Annotated[str, typer.Argument(help="Address of an OpenAI-compatible server: http://localhost:8000/v1.")],
+    model: Annotated[
+        str, option(INPUT, "The model that it should serve: Hugging Face id, directory, .gguf file or run.")
+    ],
+    text: Annotated[
+        Path | None, option(INPUT, "Text as in `assess`; default: the text that comes with sinklab.")
+    ] = None,
+    length: Annotated[
+        int | None,
+        option(INPUT, "Tokens of the text; default: 512, or 1.5 sliding windows if that is more.", min=FEWEST_SCORED),
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        option(
+            INPUT,
+            "Mean |difference of log p| attributed to rounding; default: 3 x that of bfloat16.",
+            metavar="NATS",
+            min=0.0,
+        ),
+    ] = None,
+    served_name: Annotated[
+        str | None, option(INPUT, "Name of the model at the server; default: the first that it lists.", metavar="NAME")
+    ] = None,
+    api_key_env: Annotated[
+        str | None, option(INPUT, "Environment variable that contains the API key.", metavar="VARIABLE")
+    ] = None,
+    loading: LoadingOptions,
+    out: Annotated[Path | None, option(OUTPUT, "Directory for parity.json.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare the prompt log-probabilities of a server with the model here, as configured and altered.
+
+    The alterations are those by which servers err: no sink logits, no sliding window, no softcap, no BOS or two. The
+    verdict names the nearest. The model is loaded in float32 unless --dtype is passed. The exit status is 1 if the
+    server does not serve the model as configured.
+
+    Example: sinklab parity http://localhost:8000/v1 --model openai/gpt-oss-20b --dtype bfloat16
+    """
+    from sinklab.assessing.parity import Parity, compare_server
+    from sinklab.commands.results import print_parity
+
+    key = None if api_key_env is None else os.environ.get(api_key_env)
+    if api_key_env is not None and not key:
+        raise InputError(f"--api-key-env {api_key_env}: this environment variable is not set")
+    model = loading.within(model)
+    if loading.dtype == "auto":
+        loading = loading.model_copy(update={"dtype": "float32"})
+
+    def work(progress: JobProgress) -> Parity:
+        return compare_server(
+            url,
+            model,
+            text,
+            length=length,
+            tolerance=tolerance,
+            served=served_name,
+            key=key,
+            loading=loading.on(progress.console),
+            out=out,
+            step=progress.begin,
+        )
+
+    if not run_job(work, f"asking {url}", as_json, print_parity).as_configured:
+        raise typer.Exit(1)
 
 
 @with_options

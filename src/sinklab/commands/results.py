@@ -60,6 +60,7 @@ from sinklab.train.run import read_history
 
 if TYPE_CHECKING:
     from sinklab.assessing.assess_model import Assessment
+    from sinklab.assessing.parity import Parity
     from sinklab.data.texts import Estimate
     from sinklab.evaluating.evaluation import DownstreamScores, TaskMetric
     from sinklab.experiments.measured import ModelChoice, Pass
@@ -138,6 +139,14 @@ def print_assessment(assessment: "Assessment", console: Console, full: bool = Fa
     print_table(result_tables.answers_table(assessment), console)
     if full:
         print_table(result_tables.assessment_table(assessment), console)
+
+
+def print_parity(parity: "Parity", console: Console) -> None:
+    """Print the comparisons of a server's log-probabilities with those of the model here, the notes and the verdict."""
+    for one in parity.prompts:
+        print_table(one.table(), console)
+    print_notes(parity.notes, console)
+    print_text(parity.sentence(), console)
 
 
 def print_measurement(measurement: "Measurement", console: Console, full: bool = False) -> None:

@@ -9,7 +9,8 @@
         if numbers:
             wandb.log(numbers, step=step)        # or TensorBoard, trackio, print
 
-    Trainer(.., callbacks=[sinklab.monitor(model, every=100).callback()])       # transformers and trl
+    Trainer(.., callbacks=[sinklab.monitor(model, every=100).callback()])            # transformers and trl
+    Trainer(.., callbacks=[sinklab.monitor(model, every=100).lightning_callback()])  # Lightning
 
 The model's own attention functions are called, so that losses and gradients remain the same bit for bit. All numbers
 are of the training batch: means over its sequences (of all micro-batches in the block), padding left out.
@@ -22,6 +23,7 @@ are of the training batch: means over its sequences (of all micro-batches in the
     sink/largest_activation             the largest |h| after a block divided by the median |h|, maximum over blocks
     sink/kurtosis                       kurtosis of h over channels, mean over tokens, maximum over blocks
     sink/hot_channel_records            most records in a row in which one channel had a massive activation, or 0
+    sink/gate, sink/gate_layer_l        mean gate of the attention outputs or values, for models of sinklab with gates
 """
 
 import warnings
@@ -36,10 +38,10 @@ from torch import Tensor, nn
 from transformers.trainer_callback import TrainerCallback
 
 from sinklab.attention.layer_call import LayerCall
-from sinklab.errors import InputError
+from sinklab.errors import InputError, require_extra
 from sinklab.measuring.findings import MASSIVE, MASSIVE_RATIO
 from sinklab.measuring.statistics.details import kurtosis
-from sinklab.models.adapter import LanguageModel, adapt
+from sinklab.models.adapter import LanguageModel, NativeAdapter, adapt
 from sinklab.models.hooks import hooked, intercept, residual_stream, uncompiled
 
 SPIKES = ("sink/largest_logit", "sink/largest_activation", "sink/kurtosis")
@@ -82,13 +84,15 @@ class Monitor:
         if step % self.every:
             yield numbers
             return
-        record = _Record()
+        record = _Record(self._adapter.leading)
         with ExitStack() as stack:
             stack.enter_context(uncompiled(self._model))
             stack.enter_context(
                 hooked([self._adapter.module.register_forward_pre_hook(record.entering, with_kwargs=True)])
             )
             stack.enter_context(intercept(self._adapter, observe=record.observe, unchanged=True))
+            if isinstance(self._adapter, NativeAdapter):
+                stack.enter_context(self._adapter.gated(record.gate))
             stream = stack.enter_context(residual_stream(self._adapter.blocks, _activations))
             yield numbers
             blocks = stream[1:]
@@ -99,6 +103,52 @@ class Monitor:
     def callback(self) -> "MonitorCallback":
         """Return a callback for the Trainer of transformers and trl, which adds the numbers to the Trainer's log."""
         return MonitorCallback(self)
+
+    def lightning_callback(self) -> Any:
+        """Return a callback for the Trainer of Lightning, which gives the numbers to its loggers.
+
+        With gradient accumulation, the micro-batches of an optimiser step are recorded together.
+
+        Raises:
+            InputError: if Lightning is not installed.
+        """
+        require_extra("lightning", ["lightning"], "a callback for Lightning")
+        from lightning.pytorch import Callback
+
+        monitor = self
+
+        class LightningMonitor(Callback):
+            """Gives the numbers of a `Monitor` to the loggers of a Trainer, at the step at which they were recorded."""
+
+            block: Any = None
+
+            def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+                if self.block is None:
+                    self.step = trainer.global_step
+                    self.block = monitor(self.step)
+                    self.numbers = self.block.__enter__()
+
+            def on_train_batch_end(
+                self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+            ) -> None:
+                if trainer.global_step > self.step:
+                    self.end()
+                    for logger in trainer.loggers if self.numbers else ():
+                        logger.log_metrics(self.numbers, step=self.step)
+
+            def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+                self.end()
+
+            def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+                self.end()
+
+            def end(self) -> None:
+                """End the record of a step, if there is one."""
+                if self.block is not None:
+                    self.block.__exit__(None, None, None)
+                    self.block = None
+
+        return LightningMonitor()
 
     def _read(self, record: "_Record", blocks: list[tuple[float, float, float, int]]) -> Mapping[str, float]:
         shares = {index: torch.cat(parts) for index, parts in sorted(record.shares.items())}
@@ -115,6 +165,10 @@ class Monitor:
         }
         if record.biases:
             numbers["sink/bias_share"] = sum(record.biases) / len(record.biases)
+        if record.gates:
+            gates = {index: sum(parts) / len(parts) for index, parts in sorted(record.gates.items())}
+            numbers["sink/gate"] = sum(gates.values()) / len(gates)
+            numbers |= {f"sink/gate_layer_{index}": value for index, value in gates.items()}
         if blocks:
             massive = {channel for largest, ratio, _, channel in blocks if largest > MASSIVE and ratio >= MASSIVE_RATIO}
             self.hot_channels = {channel: self.hot_channels.get(channel, 0) + 1 for channel in sorted(massive)}
@@ -143,11 +197,13 @@ monitor = Monitor
 class _Record:
     """Statistics of the attention in the forward passes of one training step, by attention layer (1-based)."""
 
-    def __init__(self) -> None:
+    def __init__(self, leading: int) -> None:
         self.shares: defaultdict[int, list[Tensor]] = defaultdict(list)
         self.logits: defaultdict[int, list[Tensor]] = defaultdict(list)
         self.entropies: defaultdict[int, list[float]] = defaultdict(list)
         self.biases: list[float] = []
+        self.gates: defaultdict[int, list[float]] = defaultdict(list)
+        self._leading = leading
         self._mask_BT: Tensor | None = None
 
     def entering(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -156,15 +212,26 @@ class _Record:
         self._mask_BT = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
     @torch.no_grad()
+    def gate(self, index: int, gates_BHTX: Tensor) -> None:
+        """Read the gates of an attention layer."""
+        counted_BT = self._counted(gates_BHTX[:, 0])
+        self.gates[index].append(float(gates_BHTX.float().mean((1, 3))[counted_BT].mean()))
+
+    def _counted(self, x_BSX: Tensor) -> Tensor:
+        """Return a mask (B, S) of the tokens of the text, without learned tokens and padding."""
+        counted_BS = torch.ones(x_BSX.shape[:2], dtype=torch.bool, device=x_BSX.device)
+        counted_BS[:, : self._leading] = False
+        if self._mask_BT is not None and self._mask_BT.shape == counted_BS.shape:
+            counted_BS &= self._mask_BT.to(counted_BS.device)
+        return counted_BS
+
+    @torch.no_grad()
     def observe(self, layer: LayerCall) -> None:
         """Read the attention matrix of a call in blocks of queries."""
         call = layer.call
         B, H, T, D = call.q_BHTD.shape
         S, G = call.k_BGTD.shape[2], call.k_BGTD.shape[1]
-        counted_BS = torch.ones(B, S, dtype=torch.bool, device=call.q_BHTD.device)
-        counted_BS[:, : layer.leading] = False
-        if self._mask_BT is not None and self._mask_BT.shape == (B, S):
-            counted_BS &= self._mask_BT.to(counted_BS.device)
+        counted_BS = self._counted(call.k_BGTD[:, 0])
         first_B = counted_BS.int().argmax(1)
         scale = D**-0.5 if call.scale is None else call.scale
         share_BH = call.q_BHTD.new_zeros(B, H, dtype=torch.float32)

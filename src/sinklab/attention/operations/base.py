@@ -44,9 +44,9 @@ class Call:
             positions. If a head has several queries, they are concatenated in the last dimension of q_BHTD.
         mask: mask of visible keys.
         backend: backend of the primitive.
-        cap: softcap of the scores and of the bias key's logit; None without a softcap, and for Hugging Face models.
+        cap: softcap of the scores and of the bias key's logit; None without a softcap.
         position: relative position bias, which is not applied to a bias key; None without one. For Hugging Face models:
-            softcap, position bias and additive mask.
+            position bias and additive mask.
         forget_gates: score function of forget gates, applied after the position bias but not to a bias key; None
             without forget gates.
         key_HD: bias key; None without one.

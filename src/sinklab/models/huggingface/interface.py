@@ -336,7 +336,7 @@ def read_call(
         attention_mask = _restricted(attention_mask, keys_BITS.repeat_interleave(H // keys_BITS.shape[1], 1))
     cap, sink_H, sink_BHT1, bias = (extras.get(name) for name in ("softcap", "s_aux", "sinks", "position_bias"))
     logit_BHT = sink_H[None, :, None] if sink_H is not None else None if sink_BHT1 is None else sink_BHT1[..., 0]
-    score = compose(softcap(cap) if cap is not None else None, _additive(bias))
+    score = _additive(bias)
     if attention_mask is None:
         is_causal = extras.get("is_causal")
         if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
@@ -351,7 +351,8 @@ def read_call(
         score = compose(score, _additive(attention_mask))
         allowed = masks.Dense(attention_mask > torch.finfo(attention_mask.dtype).min / 2, later=True)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = Call(query, key, allowed, position=score, logit_BHT=logit_BHT, scale=scale)
+    capped = None if cap is None else softcap(cap)
+    call = Call(query, key, allowed, cap=capped, position=score, logit_BHT=logit_BHT, scale=scale)
 
     def fused() -> Tensor:
         kernel = AttentionInterface._global_mapping["sdpa"]

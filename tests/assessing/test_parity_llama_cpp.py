@@ -1,0 +1,101 @@
+"""A server of another project, llama-cpp-python with llama.cpp, which serves a .gguf file. `pip install
+llama-cpp-python[server]` compiles it, some 15 minutes on two cores; without it, these tests are skipped."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from served_models import saved_model
+from tiny_gguf import as_gguf, llama, needed, windowed_as_gguf
+from tiny_models import text_file
+
+from sinklab.assessing.parity import AS_CONFIGURED, DIFFERS, Parity, compare_server
+
+
+@contextmanager
+def llama_server(file: Path) -> Iterator[str]:
+    """Serve a .gguf file on the loopback."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = {"model": file, "host": "127.0.0.1", "port": port, "logits_all": "true", "n_ctx": 128, "n_threads": 1}
+    args = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    process = subprocess.Popen([sys.executable, "-m", "llama_cpp.server", *args], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        printed = list[str]()
+        for line in process.stderr:
+            printed.append(line)
+            if "running on" in line:
+                break
+        assert process.poll() is None, "".join(printed)
+        Thread(target=process.stderr.read, daemon=True).start()  # so that it can go on printing
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.fixture(autouse=True)
+def _needed() -> None:
+    needed()
+    pytest.importorskip("llama_cpp.server.app", reason="needs llama-cpp-python[server]")
+
+
+def compared(served: Path, model: Path, folder: Path) -> Parity:
+    with llama_server(served) as url:
+        return compare_server(url, str(model), text_file(folder / "text.jsonl"), length=90)
+
+
+def test_a_file_is_served_as_configured(tmp_path: Path) -> None:
+    model = llama(tmp_path / "model", bos=True)
+    found = compared(as_gguf(model, tmp_path / "tiny.gguf"), model, tmp_path)
+    assert found.as_configured
+    assert found.prompts[0].nearest.mean < 0.01
+    assert any("returns no log-probabilities of a prompt of token ids" in note for note in found.notes)
+
+
+def test_a_file_that_does_not_ask_for_bos_is_named(tmp_path: Path) -> None:
+    served = as_gguf(llama(tmp_path / "served"), tmp_path / "tiny.gguf")
+    assert compared(served, llama(tmp_path / "model", bos=True), tmp_path).verdict == "no BOS"
+
+
+def test_an_echo_without_bos_is_read_as_it_is_meant(tmp_path: Path) -> None:
+    model = llama(tmp_path / "model")
+    found = compared(as_gguf(model, tmp_path / "tiny.gguf"), model, tmp_path)
+    assert found.as_configured
+    assert any("follows itself" in note for note in found.notes)
+
+
+def test_a_file_in_four_bits_differs_from_the_model_that_it_was_made_from(tmp_path: Path) -> None:
+    model = llama(tmp_path / "model", bos=True)
+    served = as_gguf(model, tmp_path / "tiny.gguf", "Q4_1")
+    assert compared(served, model, tmp_path).verdict == DIFFERS
+    assert compared(served, served, tmp_path).verdict == AS_CONFIGURED
+
+
+@pytest.mark.parametrize(
+    ("family", "altered", "named"),
+    [
+        ("gemma2", {}, AS_CONFIGURED),
+        ("gemma2", {"attn_logit_softcapping": 1e4}, "no softcap"),
+        ("gemma2", {"sliding_window": 10**6}, "no window"),
+        ("gemma2", {"attn_logit_softcapping": 1e4, "sliding_window": 10**6}, "no window, no softcap"),
+        ("gpt-oss", {}, AS_CONFIGURED),
+        ("gpt-oss", {"sinks": False}, "no sink logits"),
+        ("gpt-oss", {"sinks": False, "sliding_window": 10**6}, "no sink logits, no window"),
+    ],
+)
+def test_a_model_without_its_window_softcap_or_sinks_is_named(
+    tmp_path: Path, family: str, altered: dict[str, Any], named: str
+) -> None:
+    model = saved_model(tmp_path / "model", family)
+    found = compared(windowed_as_gguf(model, tmp_path / "tiny.gguf", **altered), model, tmp_path)
+    assert found.verdict == named
+    assert found.prompts[0].nearest.mean < 0.02
