@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sinklab.assessing.assess_model import Assessment
 from sinklab.assessing.assess_model import assess as assess_opened
-from sinklab.assessing.settings import AssessOptions
+from sinklab.assessing.settings import TOLERANCE, AssessOptions
 from sinklab.errors import InputError
 from sinklab.measuring.inputs import token_matrix
 from sinklab.models.adapter import LanguageModel, unwrapped
@@ -26,6 +26,7 @@ def assess(
     tokenizer: Any = None,
     parts: Sequence[str] = (),
     out: str | Path | None = None,
+    tolerance: float = TOLERANCE,
     **options: Any,
 ) -> Assessment:
     """Assess what a model loses without its sink, and what the sink costs; return an `Assessment`.
@@ -43,6 +44,7 @@ def assess(
         tokenizer: tokenizer of a model in memory, for a text; default: that with which it was saved.
         parts: names of the parts (docs/assess.md); default: those that are not slow.
         out: directory of assessment.json; a repeated call resumes it.
+        tolerance: loss in nats per token that a setting may add, for the verdicts.
         options: further options of `sinklab assess`, by the names of `AssessOptions`: quick, sequences, length,
             stream_length, caches, kept, budgets, sink_tokens, ...
 
@@ -69,4 +71,5 @@ def assess(
         else:
             opened = model_in_memory(unwrapped(model), tokenizer, for_text=tokens is None)
         settings = AssessOptions(parts=tuple(parts), **options)
-        return assess_opened(opened, source, settings, out=None if out is None else Path(out))
+        saved = None if out is None else Path(out)
+        return assess_opened(opened, source, settings, out=saved, tolerance=tolerance)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from sinklab.assessing.settings import AssessOptions
+from sinklab.assessing.settings import TOLERANCE, AssessOptions
 from sinklab.commands.options import (
     Json,
     LoadingOptions,
@@ -44,6 +44,15 @@ class TableFormat(StrEnum):  # typer does not support lists of literals
     parquet = "parquet"
 
 
+Tolerance = Annotated[
+    float,
+    option(
+        INPUT,
+        "Loss in nats per token that a setting may add; 0.01 nats multiply the perplexity by 1.01.",
+        metavar="NATS",
+        min=0.0,
+    ),
+]
 Text = Annotated[
     Path | None,
     option(INPUT, "Text: .txt, .jsonl, .csv, .parquet, .. or a folder; default: short texts in 11 languages and code."),
@@ -221,17 +230,20 @@ def assess(
         ),
     ] = None,
     options: AssessOptions,
+    tolerance: Tolerance = TOLERANCE,
     loading: LoadingOptions,
-    out: Annotated[Path | None, option(OUTPUT, "Directory for assessment.json; the same command resumes.")] = None,
-    full: Annotated[bool, option(OUTPUT, "Also print loss and KL divergence of every intervention.")] = False,
+    out: Annotated[
+        Path | None, option(OUTPUT, "Directory for assessment.json and report.html; the same command resumes.")
+    ] = None,
+    full: Annotated[bool, option(OUTPUT, "Also print the notes and every intervention.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Assess the cost and benefit of a sink, in parts such as streaming, quantisation and key ablations.
+    """Assess how small a KV cache, and how few bits, a model can be served with, and what its sink has to do with it.
 
-    Slow parts, such as KV cache quantisation, head pruning and per-head budgets, are run only if listed in --parts.
-    Each loss is reported with the KL divergence from the unchanged model. The formulas are in docs/assess.md.
+    The loss that a setting adds is compared with --tolerance: safe, not safe, or undecided. Slow parts, such as head
+    pruning and per-head budgets, are run only if listed in --parts. The formulas are in docs/assess.md.
 
-    Example: sinklab assess runs/tiny-0 --text stories.txt --parts streaming,quantisation --out runs/tiny-0/assess
+    Example: sinklab assess MODEL --text stories.txt --quick --tolerance 0.02 --out assessed
     """
     from sinklab.assessing.assess_model import assess as assess_model
     from sinklab.commands.results import print_assessment
@@ -239,10 +251,15 @@ def assess(
     model = loading.within(model)
 
     def work(progress: JobProgress) -> "Assessment":
-        return assess_model(model, text, options, loading=loading.on(progress.console), out=out, observe=progress)
+        how: Any = {"loading": loading.on(progress.console), "out": out, "observe": progress}
+        return assess_model(model, text, options, tolerance=tolerance, **how)
 
     show = partial(print_assessment, full=full)
     run_job(work, f"reading {model} and the text", as_json, show, resumes=out is not None)
+    if out is not None:
+        save_report(out)
+    elif not full:
+        print_text("every number: --full; pictures: --out DIR", stderr())
 
 
 @with_options
@@ -252,9 +269,7 @@ def advise(
     text: Annotated[
         Path | None, option(INPUT, "Text as in `assess`; default: the text that comes with sinklab.")
     ] = None,
-    tolerance: Annotated[
-        float, option(INPUT, "Loss in nats per token that a setting may add.", metavar="NATS", min=0.0)
-    ] = 0.01,
+    tolerance: Tolerance = TOLERANCE,
     options: Annotated[AssessOptions, Only("quick", "sequences", "length", "stream_length", "caches", "kept", "seed")],
     loading: LoadingOptions,
     out: Annotated[

@@ -164,6 +164,7 @@ def scatter(
     label: str | None = None,
     published: ChartRows = (),
     reference: float | None = None,
+    bars: Mapping[str, str] | None = None,
     tips: Sequence[TooltipField] = (),
 ) -> Drawing:
     """Draw a scatter plot with a point per row of data; a categorical y axis has a row per category.
@@ -178,6 +179,7 @@ def scatter(
         label: field with the text next to each point.
         published: rows drawn as open diamonds.
         reference: y value of a dashed horizontal line; if the y axis is categorical, x value of a vertical one.
+        bars: colour of each value of `colour`, to draw horizontal bars from 0 instead of points; None for points.
         tips: further fields in the tooltip of a point.
     """
     both = [*rows, *published]
@@ -186,7 +188,7 @@ def scatter(
     }
     placed: Any = {name: _channel(name, axis, both, fields) for name, (axis, fields) in ends.items()}
     base = _chart(rows).encode(**placed)
-    coloured = base.encode(color=colour_of(order, colour) if len(order) > 1 else alt.value(OURS))
+    coloured = base.encode(color=colour_of(order, colour, bars) if len(order) > 1 else alt.value(OURS))
     series = [(colour, colour, "")] if len(order) > 1 else []
     texts, numbers = [*series, *(tip for tip in tips if not tip[2])], [tip for tip in tips if tip[2]]
     tooltip = [*(_tip(*tip) for tip in texts), _tip_of(x), _tip_of(y), *(_tip(*tip) for tip in numbers)]
@@ -198,13 +200,17 @@ def scatter(
         if any(fields[1] in row for row in rows):
             bar: Any = {name: _channel(name, axis, both, fields, fields[1]), f"{name}2": f"{fields[2]}:Q"}
             layers.append(coloured.mark_rule(opacity=0.5).encode(**bar))
-    layers.append(coloured.mark_point(size=56, filled=True, opacity=0.9).encode(tooltip=tooltip))
+    if bars is not None:
+        layers.insert(0, coloured.mark_bar(height=13, opacity=0.85).encode(x2=alt.datum(0), tooltip=tooltip))
+    else:
+        layers.append(coloured.mark_point(size=56, filled=True, opacity=0.9).encode(tooltip=tooltip))
     if published:
         paper = _chart(published).encode(**placed, color=colour_of(order, colour), tooltip=tooltip)
         layers.append(paper.mark_point(shape="diamond", **_OPEN))
     if label is not None:
         layers.append(coloured.mark_text(align="left", dx=8, dy=-8).encode(text=f"{label}:N"))
-    height = HEIGHT if y.order is None else _listed_height(y.order, LABEL_WIDTH) * len(y.order)
+    row_height = 0 if y.order is None else _listed_height(y.order, LABEL_WIDTH) - (4 if bars else 0)
+    height = HEIGHT if y.order is None else row_height * len(y.order)
     return alt.layer(*layers).properties(height=height)
 
 
@@ -461,11 +467,11 @@ def layer_axis(rows: ChartRows, title: str) -> PlotAxis:
     return PlotAxis(title, "layer", whole=True, precision="d", ticks=ticks, zero=False)
 
 
-def colour_of(order: Sequence[str] | None, field: str = "cell") -> alt.Color:
-    """Encode a field as colour: the palette in the given order, or a sequential scale if `order` is None."""
+def colour_of(order: Sequence[str] | None, field: str = "cell", colours: Mapping[str, str] | None = None) -> alt.Color:
+    """Encode a field as colour: `colours` or the palette in the given order; a sequential scale if `order` is None."""
     if order is None:
         return alt.Color(f"{field}:O", title=field, scale=alt.Scale(scheme=theme.HEAT_SCHEME))
-    palette = theme.colours(list(order))
+    palette = colours or theme.colours(list(order))
     longest = max((len(one) for one in order), default=1)
     return alt.Color(
         f"{field}:N",

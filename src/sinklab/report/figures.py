@@ -8,6 +8,7 @@ import numpy as np
 
 from sinklab.assessing.assess_model import Assessment
 from sinklab.assessing.part import LOSS_ADDED
+from sinklab.assessing.settings import TOLERANCE
 from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.registry import METRICS, Evaluation
@@ -23,7 +24,7 @@ from sinklab.report.charts import (
     scatter,
 )
 from sinklab.report.data import ReportData, ReportedRun, by_layer, over_seeds, rates_by_eps, run_table
-from sinklab.report.html import caption
+from sinklab.report.html import VERDICT_COLOURS, caption
 from sinklab.report.measurement_figures import details_figures, importance_figures
 from sinklab.schema import finite_or_none
 from sinklab.survey.suites import SavedCheckpoint
@@ -35,6 +36,8 @@ SYMLOG_RATIO = 100
 
 The early checkpoints of public runs are often at powers of two.
 """
+FAR = 10
+"""Ratio of the largest added loss to the tolerance above which the axis of settings is symlog."""
 FEWEST = 2
 """Minimum number of sequence lengths for a figure by length."""
 
@@ -232,8 +235,8 @@ def assessment_figures(data: ReportData) -> list[Figure]:
     found = []
     for number, one in enumerate(data.assessed):
         of = data.of_model(one)
-        if (figure := _answers(one, of, number)) is not None:
-            found.append(figure)
+        if (settings := settings_figure(one, of, number)) is not None:
+            found.append(settings)
         for name, part in one.results.items():
             figure = part.figure()
             order = figure.series or list(dict.fromkeys(str(row[figure.colour]) for row in figure.rows))
@@ -247,24 +250,37 @@ def assessment_figures(data: ReportData) -> list[Figure]:
     return found
 
 
-def _answers(document: Assessment, of: str, number: int) -> Figure | None:
-    """Draw the added losses of the answers of an assessment; None if no answer has one."""
-    kinds = ("loss without the sink", "cost of the sink", "other changes")
+def settings_figure(document: Assessment, of: str, number: int) -> Figure | None:
+    """Draw the added losses of the settings of an assessment as bars, with the tolerance; None if there are none."""
+    settings = document.settings()
+    if not settings:
+        return None
     rows = [
         {
-            "change": one.lost or one.gained or one.answer,
-            "kind": kinds[0 if one.lost else 1 if one.gained else 2],
-            "question": question,
+            "setting": one.name,
+            "verdict": one.verdict,
+            "kind": one.kind,
             "added": one.added,
+            "added_low": one.added - (one.error or 0.0),
+            "added_high": one.added + (one.error or 0.0),
         }
-        for question, one in document.answers()
-        if one.added is not None
+        for one in settings
     ]
-    if not rows:
-        return None
-    rows.sort(key=lambda row: kinds.index(row["kind"]))
-    changes = PlotAxis("", "change", order=list(dict.fromkeys(row["change"] for row in rows)))
-    added = PlotAxis(LOSS_ADDED, "added", "loss added, nats per token", format="+~g", precision="+.4f")
-    chart = scatter(rows, added, changes, "kind", kinds, reference=0.0, tips=[("question", "question", "")])
-    about = caption("answers")
-    return Figure(f"answers-chart-{number}", f"Loss added by each change{of}", about, [chart])
+    least = document.tolerance or TOLERANCE
+    far = max(abs(one.added) for one in settings) > FAR * least
+    powers = [least * 10**power for power in range(8) if least * 10**power <= max(abs(one.added) for one in settings)]
+    added = PlotAxis(
+        LOSS_ADDED,
+        "added",
+        "loss added, nats per token",
+        scale="symlog" if far else "linear",
+        constant=least,
+        format="+~g",
+        precision="+.4f",
+        ticks=[*(-power for power in reversed(powers)), 0, *powers] if far else None,
+    )
+    names = PlotAxis("", "setting", order=[row["setting"] for row in rows])
+    shown: Any = {"reference": document.tolerance, "bars": VERDICT_COLOURS, "tips": [("kind", "kind", "")]}
+    chart = scatter(rows, added, names, "verdict", list(VERDICT_COLOURS), **shown)
+    about = caption("settings", tolerance=f"{document.tolerance:g}")
+    return Figure(f"settings-{number}", f"Loss added by each setting{of}", about, [chart])

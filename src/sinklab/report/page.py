@@ -53,7 +53,7 @@ from sinklab.report.data import ReportData, ReportedRun, model_label
 from sinklab.report.figures import figures
 from sinklab.report.html import template_text, templates
 from sinklab.report.measurement_figures import explorers
-from sinklab.report.result_tables import answers_table, assessment_table, suite_tables
+from sinklab.report.result_tables import answers_table, assessment_table, settings_table, suite_tables
 from sinklab.report.sections import experiment_groups, experiment_sections, glance, leaderboard
 from sinklab.report.sweep_figures import forests
 from sinklab.report.sweeps import Sweep, origins, remarks_on_counts, subjects_of_claims
@@ -119,9 +119,12 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
     compared, boards = forests(data.sweeps, page), _boards(data.sweeps)
     in_sections = [one for shown in experiments for one in shown.figures]
     charted = [*compared, *(figure for _, figure in boards if figure), *in_sections, *drawn]
-    answers, every_change = {}, []
+    answers: dict[str, Table] = {}
+    every_change = []
     for number, one in enumerate(data.assessed):
         key, of = f"answers-{number}", data.of_model(one)
+        if settings := one.settings():
+            answers[f"settings-table-{number}"] = settings_table(one, settings, f"settings-table-{number}", of)
         answers[key] = answers_table(one, key, of)
         every_change.append(assessment_table(one, f"All changes{of}", f"assessment-{number}"))
     tables = [*([cells_table(data)] if data.cells else []), *suite_tables(data), *answers.values()]
@@ -170,13 +173,14 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
 
 
 def lead(data: ReportData) -> list[str]:
-    """Return the sentences at the top of the page: the answers of assessments, then the headline (`cells.headline`).
+    """Return the sentences at the top of the page: the recommendations of assessments, then the headline.
 
     If the only run of the report is a measured model, the answer of its measurement comes first, and only the first
     sentence of the headline is used.
     """
+    several = len(data.assessed) > 1
     answers = [
-        (f"{model_label(one.model)}: " if len(data.assessed) > 1 else "") + " ".join(one.answer())
+        (f"{model_label(one.model)}: " if several else "") + " ".join(one.recommendation() or one.answer())
         for one in data.assessed
     ]
     alone = len(data.measured) == len(data.runs) == 1 and not data.runs[0].trained
