@@ -71,3 +71,19 @@ def test_the_note_of_the_leaderboard_explains_the_columns_that_it_has_and_no_oth
     assert "nats per token, relative to the unchanged model (sinklab assess)" in assessed
     assert "Sink hidden: " not in assessed
     assert "Streaming: " not in assessed
+
+
+def test_the_page_of_one_model_is_called_by_its_name_and_begins_with_four_tiles(tmp_path: Path) -> None:
+    folder = make_measurement(tmp_path / "m1", model="/models/Small-1M")
+    html = write_report([folder]).read_text(encoding="utf-8")
+    assert "<h1>Attention sinks: Small-1M</h1>" in html
+    tiles = html[html.index('<dl class="tiles">') : html.index("</dl>")]
+    assert re.findall(r"<dt>(.*?)</dt>", tiles) == ["Sink rate", "Layers", "Sink on", "Streaming"]
+    assert "<b>BOS</b>" in tiles
+    assert "run sinklab assess Small-1M --quick" in tiles
+    make_assessment(folder / "assessed", model="/models/Small-1M")
+    assert "<b>+0.50 nats</b>" in write_report([folder]).read_text(encoding="utf-8")
+    make_measurement(tmp_path / "m2", model="/models/Other")
+    both = write_report([folder, tmp_path / "m2"], tmp_path / "both.html").read_text(encoding="utf-8")
+    assert "<h1>Attention sinks: Small-1M and Other</h1>" in both
+    assert 'class="tiles"' not in both

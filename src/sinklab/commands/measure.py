@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from sinklab.evaluating.evaluation import DownstreamScores
 
 
+EXPLORED_HEADS = 400
+"""Number of heads up to which `measure --out` saves attention maps for the page without --explore."""
+
+
 class TableFormat(StrEnum):  # typer does not support lists of literals
     """File formats in which the tables of a measurement can be saved."""
 
@@ -136,9 +140,12 @@ def measure(
         from sinklab.measuring.measurement import write_tables
         from sinklab.survey.measure import measure_model
 
+        shown = {"explore_at_most": EXPLORED_HEADS if out is not None else 0}
+        asked = request.model_copy(update={"options": request.options.model_copy(update=shown)})
+
         def work(progress: JobProgress) -> Any:
             step = StepProgress("measuring", progress)
-            found = measure_model(model, text, request, loading=how, out=out, progress=step.reach)
+            found = measure_model(model, text, asked, loading=how, out=out, progress=step.reach)
             if out is not None:
                 with unsaved(lambda: found):
                     write_tables(found.columns, out, formats or ())
@@ -149,8 +156,7 @@ def measure(
             save_report(out)
         elif not full:
             print_text("every layer: --full; pictures: --out DIR", stderr())
-        if text is None:
-            print_text("loss without the sink: sinklab assess MODEL --text FILE --parts streaming", stderr())
+        print_text(f"what a small KV cache or fewer bits would cost: sinklab assess {model} --quick", stderr())
 
 
 @with_options

@@ -28,7 +28,7 @@ from markupsafe import Markup
 import sinklab
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.definition import SCALES
-from sinklab.experiments.documents import verdict_counts
+from sinklab.experiments.documents import ANALYSES, verdict_counts
 from sinklab.experiments.paper import statements
 from sinklab.experiments.sweep.packed import CHECKSUMS
 from sinklab.experiments.verdicts import RULE
@@ -52,7 +52,7 @@ from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun, model_label
 from sinklab.report.figures import figures
 from sinklab.report.html import template_text, templates
-from sinklab.report.measurement_figures import explorers
+from sinklab.report.measurement_figures import explorers, tiles
 from sinklab.report.result_tables import answers_table, assessment_table, settings_table, suite_tables
 from sinklab.report.sections import experiment_groups, experiment_sections, glance, leaderboard
 from sinklab.report.sweep_figures import forests
@@ -64,6 +64,8 @@ CHARTS = "charts"
 SNIPPET = "window.vegaEmbed = vegaEmbed;"
 OFFLINE: dict[str, Any] = {"allowed_base_urls": []}
 """Options of vl-convert that disallow loading data from URLs; chart data is inline."""
+MOST_NAMED = 2
+"""Maximum number of models named in the title of a page."""
 EXPERIMENT_WIDTH = 420
 """Width in pixels of the charts of an experiment in chart files."""
 PNG_END = 12
@@ -128,8 +130,8 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
         answers[key] = answers_table(one, key, of)
         every_change.append(assessment_table(one, f"All changes{of}", f"assessment-{number}"))
     tables = [*([cells_table(data)] if data.cells else []), *suite_tables(data), *answers.values()]
-    leading = drawn[:1] if not data.sweeps else []
     groups, explored = experiment_groups(experiments), explorers(data)
+    leading = drawn[:1] if not data.sweeps and not explored else []
     ranked = [table for table, _ in boards]
     parts = [*compared, *ranked, *groups, *leading, *explored, *tables, *drawn[len(leading) :], *every_change]
     contents = [("glance", "The paper at a glance")] * bool(lines) + [(part.key, part.title) for part in parts]
@@ -141,6 +143,7 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
         title=_title(data),
         mark=Markup(REPORT_MARK),
         headline=lead(data),
+        tiles=tiles(data),
         contents=contents,
         verdicts=_verdict_counts(data),
         lines=lines,
@@ -175,8 +178,7 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
 def lead(data: ReportData) -> list[str]:
     """Return the sentences at the top of the page: the recommendations of assessments, then the headline.
 
-    If the only run of the report is a measured model, the answer of its measurement comes first, and only the first
-    sentence of the headline is used.
+    If the only run of the report is a measured model, the answer of its measurement replaces the headline.
     """
     several = len(data.assessed) > 1
     answers = [
@@ -185,7 +187,7 @@ def lead(data: ReportData) -> list[str]:
     ]
     alone = len(data.measured) == len(data.runs) == 1 and not data.runs[0].trained
     measured = answer(data.measured[0][1]) if alone else []
-    return [*measured, *answers, *(headline(data)[:1] if alone else headline(data))]
+    return [*measured, *answers, *([] if alone else headline(data))]
 
 
 def _boards(sweeps: Sequence[Sweep]) -> list[tuple[Table, Figure | None]]:
@@ -292,12 +294,22 @@ def _title(data: ReportData) -> str:
     """Return the page's title: one part per directory, equal parts only once.
 
     For a sweep, the part is the id of its only experiment or, for several experiments, their scale, so that a copy of
-    the sweep has the same title. For other directories, and without a common scale, it is the name of the directory.
+    the sweep has the same title. Other results have the names of their models, if there are at most MOST_NAMED. In all
+    other cases the part is the name of the directory.
     """
+    models = [model_label(one.model) for _, one in data.measured if one.model]
+    models = [*(run.cell for run in data.runs if run.trained)] or [
+        *models,
+        *(model_label(x.model) for x in data.assessed),
+    ]
+    models = list(dict.fromkeys(models))
+    if not data.sweeps and 0 < len(models) <= MOST_NAMED:
+        return " and ".join(models)
     swept: dict[Path, str] = {}
     for sweep in data.sweeps:
         experiments, scale = list(sweep.summary.experiments), sweep.summary.scale
-        swept[sweep.top] = f"experiments at scale {scale}" if scale in SCALES else ""
+        kind = "" if any(one.analysis == ANALYSES[0] for one in sweep.summary.claims) else f"{ANALYSES[1]} "
+        swept[sweep.top] = f"{kind}experiments at scale {scale}" if scale in SCALES else ""
         if len(experiments) == 1:
             swept[sweep.top] = experiments[0]
     titles = [swept.get(path) or path.resolve().name or str(path) for path in data.dirs]
