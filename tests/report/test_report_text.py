@@ -53,9 +53,21 @@ def test_the_lead_names_the_largest_sink_on_a_bias_only_where_there_is_one(
     tmp_path: Path, on_the_bias: float, said: bool
 ) -> None:
     cell = MadeCell((0.2, on_the_bias, 1.4, 2.85), {"model.attention.bias": "k"})
-    page = page_of(make_sweep(tmp_path / "sweep", ONE, {**CELLS, "k_biases": cell, "sink_token": cell}))
-    assert "The sink on the first token is strongest in “softmax”" in page.text
-    assert ("the strongest sink on a bias" in page.text) == said
+    data = collect([make_sweep(tmp_path / "sweep", ONE, {**CELLS, "k_biases": cell, "sink_token": cell})])
+    text = " ".join(headline(data))
+    assert "The sink on the first token is strongest in “softmax”" in text
+    assert ("the strongest sink on a bias" in text) == said
+
+
+def test_a_sweep_begins_with_what_holds_and_the_growth_of_the_sink_and_ends_with_the_counts(tmp_path: Path) -> None:
+    html = write_report([make_sweep(tmp_path / "sweep", ONE)]).read_text(encoding="utf-8")
+    text = Page(html).text
+    order = ("Holds (1 of", "Sink rate during training", "Our results", "Claims at tiny", "Decision rule")
+    places = [text.rindex(part) for part in order]
+    assert places == sorted(places)
+    assert re.search(r'<details>\s*<summary><h2 id="provenance">', html)
+    packed = pack_sweep(collect([tmp_path / "sweep"]), tmp_path / "packed")
+    assert "Sink rate during training" in (packed / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_note_of_the_leaderboard_explains_the_columns_that_it_has_and_no_others(tmp_path: Path) -> None:

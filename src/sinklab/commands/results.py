@@ -82,7 +82,7 @@ SHARES = ("acc", "exact_match")
 
 def print_report(data: ReportData, console: Console) -> None:
     """Print the tables of runs and suites, the notes, and each experiment with its claims."""
-    for table in [*([cells_table(data)] if data.cells else []), *result_tables.suite_tables(data)]:
+    for table in [*([cells_table(data)] if data.cells and not data.sweeps else []), *result_tables.suite_tables(data)]:
         print_table(table, console)
     print_notes([f"{name}: {note}" for name, note in data.notes], console)
     for sweep in data.sweeps:

@@ -95,6 +95,7 @@ def lines(
     band: tuple[str, str] | None = None,
     reference: float | None = None,
     curves: ChartRows = (),
+    ends: bool = False,
     tips: Sequence[TooltipField] = (),
     height: int = HEIGHT,
     title: str | None = None,
@@ -114,6 +115,7 @@ def lines(
         band: fields of the lower and upper ends of the band.
         reference: y value of a dashed horizontal line.
         curves: rows of dashed grey curves, with the fields of both axes and `of`, the name of the curve.
+        ends: whether the last points of the lines are labelled with the values of `colour`.
         tips: further fields in the tooltip of a point.
         height: height in pixels.
         title: title above the chart; None for none.
@@ -150,7 +152,28 @@ def lines(
     tooltip += [_tip_of(x), _tip_of(y), *(_tip(*tip) for tip in tips)]
     points = base.mark_point(size=18 if apart else 32).encode(tooltip=tooltip, detail=dashed, **shown)
     layers += [drawn, points if chosen is None else points.add_params(chosen)]
+    if ends and colour is not None:
+        named, top = _line_ends(rows, x.field, y.field, colour), max(row[y.field] for row in rows)
+        for above in (True, False):  # below the point where the label would leave the chart
+            if shown := [row for row in named if (row[y.field] < 0.9 * top) is above]:
+                label = _chart(shown).encode(x=across, y=up, text="ends:N")
+                layers.append(label.mark_text(align="right", dy=-9 if above else 12, fontSize=11))
     return _titled(alt.layer(*layers).properties(height=height), title)
+
+
+def _line_ends(rows: ChartRows, x: str, y: str, colour: str) -> list[dict[str, Any]]:
+    """Return the last point of every value of `colour`, at its largest y; names that would overlap share a label."""
+    last: dict[str, tuple[float, float]] = {}
+    for row in rows:
+        last[row[colour]] = max((row[x], row[y]), last.get(row[colour], (row[x], row[y])))
+    near = 0.07 * max((abs(row[y]) for row in rows), default=1.0)
+    found: list[tuple[float, float, list[str]]] = []
+    for name, (at, value) in sorted(last.items(), key=lambda item: (item[1][0], -item[1][1])):
+        if found and found[-1][0] == at and found[-1][1] - value < near:
+            found[-1][2].append(name)
+        else:
+            found.append((at, value, [name]))
+    return [{x: at, y: value, "ends": ", ".join(names)} for at, value, names in found]
 
 
 def scatter(

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,11 +12,15 @@ from sinklab.assessing.assess_model import Assessment
 from sinklab.assessing.part import LOSS_ADDED
 from sinklab.assessing.settings import TOLERANCE
 from sinklab.experiments.documents import CellSummary
+from sinklab.measuring.findings import LEVELS
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.registry import METRICS, Evaluation
 from sinklab.report.cells import later_sink_of_cell
 from sinklab.report.charts import (
+    KEYS,
+    QUERIES,
     STEPS,
+    ColourScale,
     Figure,
     HeatmapAxis,
     heatmaps,
@@ -38,6 +44,10 @@ The early checkpoints of public runs are often at powers of two.
 """
 FAR = 10
 """Ratio of the largest added loss to the tolerance above which the axis of settings is symlog."""
+MOST_MAPS, SIDE, SQUARE = 6, 32, 220
+"""Maximum number of attention maps, number of tokens in a map, and its height in pixels."""
+MOST_CURVES = 12
+"""Maximum number of cells in the figure at the top of a sweep."""
 FEWEST = 2
 """Minimum number of sequence lengths for a figure by length."""
 
@@ -47,6 +57,7 @@ def figures(data: ReportData) -> list[Figure]:
     made = [
         *suite_figures(data),
         length_figure(data.summary_cells),
+        _maps(data),
         _sink_by_step(data),
         *importance_figures(data),
         *details_figures(data),
@@ -69,9 +80,53 @@ def _sink_by_step(data: ReportData) -> Figure | None:
     places = {row["metric"] for row in rows}
     about = caption("sink_by_step", eps=data.eps, places=places, several=_several(data))
     title = f"Sink rate (percent of heads, ε = {data.eps})"
-    rate = PlotAxis(title, "value", "percent", at_least=1, format="~g", precision=".2f")
-    chart = lines(rows, STEPS, rate, order=data.cells, dash="metric", band=("low", "high"), tips=SPREAD)
+    rate = PlotAxis(title, "value", "percent", at_least=1, precision=".2f")
+    chart = lines(rows, STEPS, rate, order=data.cells, dash="metric", band=("low", "high"), tips=SPREAD, ends=True)
     return Figure("sink-by-step", "Sink rate during training", about, [chart])
+
+
+def leading_figures(data: ReportData, drawn: Sequence[Figure]) -> list[Figure]:
+    """Return the figures at the top of the page: attention maps and the growth of the sink, or else the first figure.
+
+    The growth of a packed sweep of one experiment is drawn from its packed metrics. Pages with sweeps of several
+    experiments, and those with an explorer of the heads, have none.
+    """
+    by_key = {figure.key: figure for figure in drawn}
+    leading = [by_key[key] for key in ("maps", "sink-by-step") if key in by_key]
+    if not data.sweeps:
+        return [] if any(run.measurement and run.measurement.explored for run in data.runs) else leading or [*drawn[:1]]
+    if leading or len(data.sweeps) > 1 or len(data.sweeps[0].summary.experiments) > 1:
+        return leading
+    [sweep] = data.sweeps
+    runs = [
+        ReportedRun(Path(run.directory), name, run.seed, history=sweep.history(run))
+        for name, cell in sweep.summary.cells.items()
+        for run in cell.runs
+    ]
+    growth = _sink_by_step(replace(data, runs=runs)) if len(sweep.summary.cells) <= MOST_CURVES else None
+    return [] if growth is None else [growth]
+
+
+def _maps(data: ReportData) -> Figure | None:
+    """Draw the attention map of the strongest head of every trained model, if there are few; None without maps."""
+    first = {run.cell: (run, run.measurement) for run in reversed(data.runs) if run.trained and run.measurement}
+    maps = []
+    for cell, (run, one) in reversed(first.items()):
+        if one.explored is not None:
+            heads = [(layer - 1, head - 1) for layer, head in one.explored.heads]
+            strongest = max(range(len(heads)), key=lambda at: one.importance[*heads[at], 0])
+            weights_SS = (one.explored.attention[strongest, :SIDE, :SIDE] / LEVELS) ** 2
+            seen_SS = np.where(np.tri(len(weights_SS), dtype=bool), weights_SS, np.nan)
+            known = {"sink_1": one.sink_rate[0], "valid_loss": run.latest.valid_loss}
+            if (summary := data.summary_cells.get(cell)) is not None:  # the numbers of the tables
+                known |= {name: found.median for name in known if (found := summary.estimate(name))}
+            forms = zip(known.values(), ("{:.0f} %", "loss {:.2f}"), strict=True)
+            numbers = ", ".join(form.format(value) for value, form in forms if value is not None)
+            maps.append((f"{cell}: {numbers}", seen_SS))
+    if not maps or len(maps) > MOST_MAPS:
+        return None
+    scale = ColourScale("attention", 0, 1)
+    return heatmaps("maps", "Attention of the strongest head", caption("maps"), maps, scale, QUERIES, KEYS, SQUARE)
 
 
 def _loss(data: ReportData) -> Figure | None:

@@ -416,7 +416,11 @@ class Explorer:
 
 def explorers(data: ReportData) -> list[Explorer]:
     """Make an explorer for every measurement that has attention maps from `--explore`."""
-    found = [(data.label(run), one, one.explored) for run, one in data.measured if one.explored is not None]
+    found = [
+        (data.label(run), one, one.explored)
+        for run, one in data.measured
+        if one.explored is not None and not run.trained
+    ]
     return [
         Explorer(
             f"explore-{number}",

@@ -50,11 +50,11 @@ from sinklab.report.cells import cells_table, headline
 from sinklab.report.charts import Figure
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun, model_label
-from sinklab.report.figures import figures
+from sinklab.report.figures import figures, leading_figures
 from sinklab.report.html import template_text, templates
 from sinklab.report.measurement_figures import explorers, tiles
 from sinklab.report.result_tables import answers_table, assessment_table, settings_table, suite_tables
-from sinklab.report.sections import experiment_groups, experiment_sections, glance, leaderboard
+from sinklab.report.sections import experiment_groups, experiment_sections, glance, leaderboard, sweep_sentences
 from sinklab.report.sweep_figures import forests
 from sinklab.report.sweeps import Sweep, origins, remarks_on_counts, subjects_of_claims
 from sinklab.tables import Table
@@ -120,7 +120,6 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
     drawn, experiments, lines = figures(data), experiment_sections(data.sweeps, page), glance(data.sweeps)
     compared, boards = forests(data.sweeps, page), _boards(data.sweeps)
     in_sections = [one for shown in experiments for one in shown.figures]
-    charted = [*compared, *(figure for _, figure in boards if figure), *in_sections, *drawn]
     answers: dict[str, Table] = {}
     every_change = []
     for number, one in enumerate(data.assessed):
@@ -129,12 +128,16 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
             answers[f"settings-table-{number}"] = settings_table(one, settings, f"settings-table-{number}", of)
         answers[key] = answers_table(one, key, of)
         every_change.append(assessment_table(one, f"All changes{of}", f"assessment-{number}"))
-    tables = [*([cells_table(data)] if data.cells else []), *suite_tables(data), *answers.values()]
+    tables = [*([cells_table(data)] if data.cells and not data.sweeps else []), *suite_tables(data), *answers.values()]
     groups, explored = experiment_groups(experiments), explorers(data)
-    leading = drawn[:1] if not data.sweeps and not explored else []
+    leading = leading_figures(data, drawn)
+    others = [figure for figure in drawn if figure.key not in {one.key for one in leading}]
     ranked = [table for table, _ in boards]
-    parts = [*compared, *ranked, *groups, *leading, *explored, *tables, *drawn[len(leading) :], *every_change]
-    contents = [("glance", "The paper at a glance")] * bool(lines) + [(part.key, part.title) for part in parts]
+    charted = [*leading, *compared, *(figure for _, figure in boards if figure), *in_sections, *others]
+    parts = [*leading, *explored, *compared, *ranked, *groups, *tables, *others, *every_change]
+    contents = [(part.key, part.title) for part in parts]
+    if lines:
+        contents.insert(len(leading) + len(explored) + len(compared), ("glance", "The paper at a glance"))
     specs = {f"{one.key}-{at}": _page_spec(one, chart) for one in charted for at, chart in enumerate(one.charts)}
     own = [template_text(f"{name}.js") for name in ("report", "board", *["explore"] * bool(explored))]
     scripts = [vega_bundle(), *own]
@@ -164,7 +167,7 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
         explorers=explored,
         explored=Markup(json_for_script([one.data for one in explored])),
         swatches=theme.colours(data.cells),
-        figures=drawn[len(leading) :],
+        figures=others,
         charts=Markup(json_for_script({"config": theme.config(), "specs": specs})),
         scripts=[Markup(script) for script in scripts],
         style=Markup("".join(template_text(f"{name}.css") for name in ("report", "experiments", "explore"))),
@@ -176,7 +179,7 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
 
 
 def lead(data: ReportData) -> list[str]:
-    """Return the sentences at the top of the page: the recommendations of assessments, then the headline.
+    """Return the sentences at the top of the page: on sweeps, the recommendations of assessments, then the headline.
 
     If the only run of the report is a measured model, the answer of its measurement replaces the headline.
     """
@@ -187,7 +190,8 @@ def lead(data: ReportData) -> list[str]:
     ]
     alone = len(data.measured) == len(data.runs) == 1 and not data.runs[0].trained
     measured = answer(data.measured[0][1]) if alone else []
-    return [*measured, *answers, *([] if alone else headline(data))]
+    swept = [sentence for one in data.sweeps for sentence in sweep_sentences(one)]
+    return [*swept, *measured, *answers, *([] if alone else headline(data, bool(swept)))]
 
 
 def _boards(sweeps: Sequence[Sweep]) -> list[tuple[Table, Figure | None]]:
