@@ -173,7 +173,8 @@ def _line_ends(rows: ChartRows, x: str, y: str, colour: str) -> list[dict[str, A
             found[-1][2].append(name)
         else:
             found.append((at, value, [name]))
-    return [{x: at, y: value, "ends": ", ".join(names)} for at, value, names in found]
+    ends = [", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "") for _, _, names in found]
+    return [{x: at, y: value, "ends": text} for (at, value, _), text in zip(found, ends, strict=True)]
 
 
 def scatter(

@@ -44,11 +44,13 @@ from sinklab.tables import SINK_1, PlotAxis, Table, TableCell, TableColumn, Valu
 
 LAB = "lab"
 """Experiment of `sinklab lab`."""
-NAMED = 4
+NAMED = 3
 """Maximum number of claims that a sentence on a verdict names."""
+MIXED = "mixed"
 SAYS: Mapping[str, str] = {
     "reproduced": "Holds",
     "direction only": "Holds in direction only",
+    MIXED: "Holds in part, with claims of different verdicts",
     "contradicted": "Does not hold",
     "inconclusive": "Undecided",
     "no verdict": "Not decided yet, too few seeds",
@@ -120,7 +122,11 @@ def sweep_sentences(sweep: Sweep) -> list[str]:
     """
     if LAB in sweep.summary.experiments and (found := lab_sentences(sweep.summary)):
         return found
-    judged = [(line.statement.says, part.claim.verdict) for line in glance([sweep]) for part in line.parts[:1]]
+    judged = []
+    for line in glance([sweep]):
+        claims = [part.claim for part in line.parts]
+        verdicts = {one.verdict for one in claims if one.analysis == ANALYSES[0]} or {one.verdict for one in claims}
+        judged.append((line.statement.says, verdicts.pop() if len(verdicts) == 1 else MIXED))
     if not judged:
         claims = [claim for claim in sweep.summary.claims if not claim.same_as]
         claims = [claim for claim in claims if claim.analysis == ANALYSES[0]] or claims
