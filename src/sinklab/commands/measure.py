@@ -164,7 +164,10 @@ def compare(
     *,
     models: Annotated[
         list[str],
-        typer.Argument(metavar="A B...", help="Run directories, Hugging Face ids, model directories or .gguf files."),
+        typer.Argument(
+            metavar="A B...",
+            help="Run directories, Hugging Face ids, model directories or .gguf files, each also as NAME=MODEL.",
+        ),
     ],
     text: Text = None,
     request: Annotated[Request, Only("inputs", "sequences", "length", "eps", "no_bos", "bos", "batch_size", "seed")],
@@ -176,7 +179,7 @@ def compare(
 ) -> None:
     """Compare measurements of several models, such as base and chat, on the same text or kind of tokens.
 
-    Example: sinklab compare BASE CHAT --text chats.jsonl --out compared
+    Example: sinklab compare base=BASE chat=CHAT --text chats.jsonl --out compared
 
     The text is tokenized with each model's own tokenizer, and conversations (messages) are rendered with its own chat
     template. Differences are relative to the first model.
@@ -184,7 +187,10 @@ def compare(
     from sinklab.commands.results import print_comparison
     from sinklab.survey.suites import compare_models
 
-    named = [loading.within(model) for model in models]
+    pairs = [model.partition("=") if not Path(model).exists() else ("", "", model) for model in models]
+    named = [
+        f"{name}{sign}{loading.within(model)}" if sign else loading.within(name or model) for name, sign, model in pairs
+    ]
     measuring = partial(compare_models, named, text, request, loading=loading.on(stderr()))
     _run_survey("models", len(named), measuring, out, as_json, print_comparison)
 

@@ -181,9 +181,11 @@ def print_comparison(comparison: "Survey", console: Console) -> None:
     first = next(iter(compared.values()))
     texts = f"{plural(first.sequences, 'sequence')} of {first.length} tokens"
     print_title(f"Comparison: {texts}, {first.inputs}, eps {first.eps:g}", console)
+    rows = compared_rows(compared)
+    console.print(Text(printable(result_tables.difference_sentence(rows))))
     for model, measured in compared.items():
         console.print(Text(f"{printable(model)}: {answer(measured)[0]}"))
-    print_table(result_tables.comparison_table(compared_rows(compared), list(compared)), console)
+    print_table(result_tables.comparison_table(rows, list(compared)), console)
     for model, measured in compared.items():
         fed = [] if measured.fed is None else [measured.fed.line()]
         notes = ["position 1 is BOS" if measured.bos else "no BOS", *fed, *measured.notes]

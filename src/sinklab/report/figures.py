@@ -92,7 +92,9 @@ def leading_figures(data: ReportData, drawn: Sequence[Figure]) -> list[Figure]:
     experiments, and those with an explorer of the heads, have none.
     """
     by_key = {figure.key: figure for figure in drawn}
-    leading = [by_key[key] for key in ("maps", "sink-by-step") if key in by_key]
+    first = ["importance-heads", *(key for key in by_key if key.startswith("comparison-layers"))]
+    wanted = first if data.suites and data.suites[0].document.models else ["maps", "sink-by-step"]
+    leading = [by_key[key] for key in wanted if key in by_key]
     if not data.sweeps:
         return [] if any(run.measurement and run.measurement.explored for run in data.runs) else leading or [*drawn[:1]]
     if leading or len(data.sweeps) > 1 or len(data.sweeps[0].summary.experiments) > 1:

@@ -53,7 +53,13 @@ from sinklab.report.data import ReportData, ReportedRun, model_label
 from sinklab.report.figures import figures, leading_figures
 from sinklab.report.html import template_text, templates
 from sinklab.report.measurement_figures import explorers, tiles
-from sinklab.report.result_tables import answers_table, assessment_table, settings_table, suite_tables
+from sinklab.report.result_tables import (
+    answers_table,
+    assessment_table,
+    difference_sentence,
+    settings_table,
+    suite_tables,
+)
 from sinklab.report.sections import experiment_groups, experiment_sections, glance, leaderboard, sweep_sentences
 from sinklab.report.sweep_figures import forests
 from sinklab.report.sweeps import Sweep, origins, remarks_on_counts, subjects_of_claims
@@ -191,6 +197,7 @@ def lead(data: ReportData) -> list[str]:
     alone = len(data.measured) == len(data.runs) == 1 and not data.runs[0].trained
     measured = answer(data.measured[0][1]) if alone else []
     swept = [sentence for one in data.sweeps for sentence in sweep_sentences(one)]
+    swept += [difference_sentence(suite.document.rows) for suite in data.suites if suite.document.models]
     return [*swept, *measured, *answers, *([] if alone else headline(data, bool(swept)))]
 
 
@@ -306,7 +313,7 @@ def _title(data: ReportData) -> str:
         *models,
         *(model_label(x.model) for x in data.assessed),
     ]
-    models = list(dict.fromkeys(models))
+    models = list(dict.fromkeys((data.only_suite and data.only_suite.models) or models))
     if not data.sweeps and 0 < len(models) <= MOST_NAMED:
         return " and ".join(models)
     swept: dict[Path, str] = {}

@@ -63,6 +63,23 @@ def comparison_table(rows: Iterable[ComparedQuantity], models: Sequence[str]) ->
     return Table("Comparison of models", columns, lines, [note])
 
 
+def difference_sentence(rows: Iterable[ComparedQuantity]) -> str:
+    """Return a sentence on the sink rates and losses of compared models, the first of which is the reference."""
+    known = {row.quantity: row for row in rows if row.quantity in ("Sink_1", "loss")}
+    if "Sink_1" not in known:
+        return ""
+    (first, rate), *others = known["Sink_1"].values.items()
+    parts = []
+    for model, other in others:
+        gap, loss = known["Sink_1"].differences.get(model), None
+        if "loss" in known:
+            loss = known["loss"].differences.get(model)
+        about = "" if gap is None else f" ({gap:+.1f} points)"
+        about += "" if loss is None else f" at {loss:+.3f} nats per token of loss"
+        parts.append(f"in {model} of {other or 0:.1f} %{about}")
+    return f"In {first} the first token is a sink in {rate or 0:.1f} % of the heads, {', '.join(parts)}."
+
+
 def ablations_table(measured: Labelled) -> Table | None:
     """Make a table with a row per measured ablation; None if there are none."""
     found = [(label, one) for label, m in measured for one in m.ablations or ()]
