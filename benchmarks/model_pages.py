@@ -98,6 +98,8 @@ def quantisation_rows(part: Quantisation) -> Rows:
 def cache_rows(part: KVCache) -> Rows:
     fewest = min(part.settings, key=lambda one: one.bits)
     name, by_head = f"KV cache in {fewest.bits} bits", f"KV cache in {part.head_bits} bits"
+    assert part.without_exempt is not None, "not assessed with --quick"
+    assert part.without_random is not None
     costliest = max(part.heads, key=lambda one: one.kl)
     found = {"outlier tokens": (part.outliers, fewest.outliers_spared), "sinks": (part.sinks, fewest.sinks_spared)}
     return {

@@ -17,6 +17,7 @@ from trained_run import trained_run
 
 from sinklab.assessing.assess_model import Assessment, assess, load_assessment
 from sinklab.assessing.parts import PARTS, USUAL
+from sinklab.assessing.parts.kv_cache import KVCache
 from sinklab.assessing.parts.streaming import Streaming
 from sinklab.assessing.settings import AssessOptions, settings_for
 from sinklab.jobs import JobEvent, Observer, ignore
@@ -46,7 +47,7 @@ def test_every_part_of_a_run_is_assessed(made: tuple[Path, Path], run: Run, tmp_
     assert [(row.cache, row.first) for row in streaming.caches] == [(8, 0), (8, 1), (8, 2), (8, 4)]
 
 
-def test_the_answer_is_printed_before_the_questions_and_every_change_on_request(
+def test_the_recommended_settings_are_printed_in_few_lines_and_everything_on_request(
     made: tuple[Path, Path], run: Run
 ) -> None:
     directory, text = made
@@ -54,14 +55,47 @@ def test_the_answer_is_printed_before_the_questions_and_every_change_on_request(
     status, printed, _ = run(*call)
     assert status == 0
     out = " ".join(printed.split())
-    assert re.search(r" without the sink: [+-]\d\.\d{3} nats per token in streaming through 8 keys\. ", out)
-    assert out.index(" without the sink:") < out.index("Can the model stream") < out.index("What do heads")
-    assert "quantisation" not in out
-    assert "first 2 kept" not in out
+    assert re.search(r" without the sink: [+-]\d\.\d{3} nats per token in streaming through 8 keys\.", out)
+    assert out.index("cache of 8 keys") < out.index(" without the sink:")
+    assert not {"quantisation", "What do heads", "first 2 kept"} & set(out.split())
+    assert len(printed.splitlines()) <= 15
     status, out, _ = run(*call, "--full")
     assert status == 0
     assert "cache 8, first 2 kept" in out
     assert "heads (first position):" in out
+    assert "What do heads" in " ".join(out.split())
+
+
+def test_settings_are_compared_with_the_tolerance_and_the_smallest_safe_one_is_recommended() -> None:
+    document = assessment("model", 0.04, heads=None, eviction=None, prompt_cache=None, budgets=None)
+    cache = document["kv_cache"]["settings"]  # 4 bits add 0.02 nats, 2 bits 0.04
+    cache[1]["everything"]["error"] = 0.03
+    found = Assessment.model_validate({**document, "tolerance": 0.025})
+    verdicts = {one.name: one.verdict for one in found.settings() if one.kind == "KV cache"}
+    assert verdicts == {"keys and values in 4 bits": "safe", "keys and values in 2 bits": "undecided"}
+    assert "keys and values in 4 bits" in [one.name for one in found.recommended()]
+    cache[1]["everything"]["error"] = 0.005
+    found = Assessment.model_validate({**document, "tolerance": 0.025})
+    assert "Not safe: keys and values in 2 bits (+0.040)" in " ".join(found.recommendation())
+    looser = found.model_copy(update={"tolerance": 0.05})
+    assert "keys and values in 2 bits" in [one.name for one in looser.recommended()]
+    stricter = found.model_copy(update={"tolerance": 0.001})
+    assert [one.verdict for one in stricter.recommended()] == ["not safe"] * len(stricter.recommended())
+    assert stricter.recommendation()[0].startswith("Nothing safe was found")
+
+
+def test_a_page_is_written_and_the_tolerance_can_change_without_a_new_assessment(
+    made: tuple[Path, Path], run: Run, tmp_path: Path
+) -> None:
+    directory, text = made
+    call = ("assess", directory, "--text", text, *SMALL, "--parts", "streaming", "--out", tmp_path / "a")
+    assert run(*call)[0] == 0
+    before = json.loads((tmp_path / "a" / "assessment.json").read_text())
+    assert "safe up to +0.01 nats" in (tmp_path / "a" / "report.html").read_text()
+    status, _, err = run(*call, "--tolerance", 5)
+    assert (status, "streaming: kept" in err) == (0, True)
+    assert "safe up to +5 nats" in (tmp_path / "a" / "report.html").read_text()
+    assert json.loads((tmp_path / "a" / "assessment.json").read_text()) == {**before, "tolerance": 5.0}
 
 
 def test_the_answer_has_the_loss_without_the_sink_then_the_loss_that_it_causes() -> None:
@@ -174,15 +208,14 @@ def test_quick_gives_smaller_defaults_and_says_so(made: tuple[Path, Path], run: 
     assert document["asked"]["quick"] is True
     assert [document["heads"][key] for key in ("sequences", "length")] == [32, 16]
     assert [document["streaming"][key] for key in ("sequences", "length")] == [16, 64]
-    assert {row["first"] for row in document["streaming"]["caches"]} == {0, 4}
+    assert {(row["cache"], row["first"]) for row in document["streaming"]["caches"]} == {(4, 0)}
     assert run(*call, "--parts", "heads")[0] == 0
     status, _, err = on_one_line(run)("assess", directory, "--text", text, "--parts", "heads", "--out", tmp_path / "a")
     assert (status, "with other settings" in err) == (2, True)
 
 
-def test_quick_runs_the_usual_parts_but_length_and_each_reads_as_many_sequences_as_it_announces(
-    made: tuple[Path, Path],
-) -> None:
+@pytest.mark.parametrize("quick", [True, False])
+def test_every_part_reads_as_many_sequences_as_it_announces(made: tuple[Path, Path], quick: bool) -> None:
     announced: dict[str, int] = {}
     done: dict[str, float] = {}
 
@@ -191,16 +224,26 @@ def test_quick_runs_the_usual_parts_but_length_and_each_reads_as_many_sequences_
             announced[event.step], done[event.step] = event.total or 0, event.done
 
     small = {"sequences": 2, "stream_length": 24, "caches": (8,), "length": 16, "budgets": (6,)}
-    found = assess(str(made[0]), made[1], AssessOptions(quick=True, **small), observe=count)
-    assert set(found.results) == set(announced) == set(USUAL) - {"length"}
-    assert found.notes[0].startswith("quick: 2 x 16 tokens, 2 x 24 for streaming, without length;")
+    found = assess(str(made[0]), made[1], AssessOptions(quick=quick, **small), observe=count)
+    expected = (
+        {"streaming", "quantisation", "eviction", "prompt_cache", "kv_cache"} if quick else set(USUAL) - {"length"}
+    )
+    assert set(found.results) - {"length"} == set(announced) - {"length"} == expected
     assert done == announced
+    if quick:
+        assert found.notes[0].startswith(
+            "quick: 2 x 16 tokens, 2 x 24 for streaming, only streaming, quantisation, eviction, prompt_cache, "
+            "kv_cache;"
+        )
+        assert found.result(KVCache).heads == []
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
         ({}, {"length": 256, "sequences": 2, "stream_length": 1024, "stream_sequences": 1, "kept": (0, 4)}),
+        ({}, {"caches": (64,), "budgets": (64,), "head_sequences": 0}),
+        ({"head_sequences": 2}, {"head_sequences": 2}),
         ({"length": 64}, {"length": 64, "sequences": 8, "stream_length": 256, "stream_sequences": 4}),
         ({"sequences": 5}, {"length": 256, "sequences": 5, "stream_sequences": 5}),
         ({"kept": (0, 1, 2), "caches": (32,), "budgets": (8,)}, {"kept": (0, 1, 2), "caches": (32,), "budgets": (8,)}),

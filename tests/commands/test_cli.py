@@ -208,6 +208,12 @@ def test_lab_trains_six_models_and_judges_them(run: Run, text: Path, tmp_path: P
         assert claim["elsewhere"] == ""
     page = (tmp_path / "lab2" / "report.html").read_text(encoding="utf-8")
     assert "one seed: no verdict" in page
+    begins = [page.index(part) for part in (">Softmax leaves unneeded attention", ">Attention of the strongest head<")]
+    assert begins == sorted(begins)
+    assert '<h2 id="cells">' not in page  # a second table with other numbers (last evaluation) for the same names
+    status, out, err = run("lab", "--text", text, "--steps", 2, "--out", "lab2")
+    assert status == 0, err
+    assert len(out.splitlines()) <= 15
     assert "Claims at lab" not in page  # all of them refer to claims that are counted elsewhere
     assert ".;" not in re.sub(r"<script.*?</script>|<style.*?</style>", "", page, flags=re.DOTALL)
 

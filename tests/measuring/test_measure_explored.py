@@ -6,10 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import Run
 from details_reference import read_eagerly
 from families import pair_of
 from own_models import VARIANTS, attention_matrices, own_model, own_tokens
+from tiny_models import text_file, tiny_model
 
+from sinklab.commands import measure as measure_commands
 from sinklab.errors import InputError
 from sinklab.measuring import findings as explored_module
 from sinklab.measuring.findings import Explored
@@ -116,3 +119,15 @@ def test_maps_that_do_not_fit_their_heads_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "measurement.npz", **arrays | {"explored_attention": arrays["explored_attention"][1:]})
     with pytest.raises(InputError, match="explored_attention has shape"):
         Measurement.load(tmp_path)
+
+
+def test_a_saved_measurement_of_a_small_model_has_its_maps_and_a_large_one_needs_the_option(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, text = tiny_model(tmp_path / "model", "neox"), text_file(tmp_path / "text.jsonl")
+    call = ("measure", model, "--text", text, "--sequences", 4, "--length", 8, "--out")
+    assert run(*call, tmp_path / "small")[0] == 0
+    assert Measurement.load(tmp_path / "small").explored is not None
+    monkeypatch.setattr(measure_commands, "EXPLORED_HEADS", 1)
+    assert run(*call, tmp_path / "large")[0] == 0
+    assert Measurement.load(tmp_path / "large").explored is None

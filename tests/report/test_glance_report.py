@@ -44,9 +44,9 @@ def test_the_twenty_statements_come_first_with_what_the_paper_says(html: str) ->
     assert [*stated] == [7, 8, 15, 19]
     places = [text.index(f"{place} {one.says}") for place, one in stated.items()]
     assert places == sorted(places)
-    picture = text.rindex("verdicts do not depend on this value")
+    picture = text.index("verdicts do not depend on this value")
     later = [text.rindex(said) for said in ("Show only cells whose name", "Not run:")]
-    assert [*places, picture, *later] == sorted([*places, picture, *later])
+    assert [picture, *places, *later] == sorted([picture, *places, *later])
 
 
 def test_a_line_has_every_seed_of_the_cells_of_its_claims_and_their_verdicts(sweep_folder: Path, html: str) -> None:

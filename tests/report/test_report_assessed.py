@@ -48,18 +48,21 @@ def test_an_assessment_alone_is_a_report_with_a_table_and_a_figure_for_each_part
     assert "read with care" in page.text
 
 
-def test_an_assessment_begins_with_the_loss_without_the_sink_and_folds_every_change(tmp_path: Path) -> None:
+def test_an_assessment_begins_with_the_recommendation_and_folds_every_change(tmp_path: Path) -> None:
     folder = make_assessment(tmp_path / "out")
     html = write_report([folder]).read_text(encoding="utf-8")
     text = Page(html).text
     parts = [
+        "Nothing safe was found",
+        "Loss added by each setting",
+        "safe up to +0.01 nats per token",
+        "Can the model stream without the sink?",
         "very large loss without the sink: +0.500 nats",
-        "Loss added by each change",
-        "Which keys must a small cache keep?",
     ]
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
-    assert '<th scope="rowgroup" colspan="2">Which keys must a small cache keep?</th>' in html
+    assert '<th scope="rowgroup" colspan="2">Can the model stream without the sink?</th>' in html
+    assert '<th scope="rowgroup" colspan="4">KV cache</th>' in html
     assert html.index('id="streaming-0"') < html.index('id="assessment-0"')
     assert re.search(r'<details>\s*<summary><h2 id="assessment-0">', html)
 

@@ -53,9 +53,21 @@ def test_the_lead_names_the_largest_sink_on_a_bias_only_where_there_is_one(
     tmp_path: Path, on_the_bias: float, said: bool
 ) -> None:
     cell = MadeCell((0.2, on_the_bias, 1.4, 2.85), {"model.attention.bias": "k"})
-    page = page_of(make_sweep(tmp_path / "sweep", ONE, {**CELLS, "k_biases": cell, "sink_token": cell}))
-    assert "The sink on the first token is strongest in “softmax”" in page.text
-    assert ("the strongest sink on a bias" in page.text) == said
+    data = collect([make_sweep(tmp_path / "sweep", ONE, {**CELLS, "k_biases": cell, "sink_token": cell})])
+    text = " ".join(headline(data))
+    assert "The sink on the first token is strongest in “softmax”" in text
+    assert ("the strongest sink on a bias" in text) == said
+
+
+def test_a_sweep_begins_with_what_holds_and_the_growth_of_the_sink_and_ends_with_the_counts(tmp_path: Path) -> None:
+    html = write_report([make_sweep(tmp_path / "sweep", ONE)]).read_text(encoding="utf-8")
+    text = Page(html).text
+    order = ("Holds (1 of", "Sink rate during training", "Our results", "Claims at tiny", "Decision rule")
+    places = [text.rindex(part) for part in order]
+    assert places == sorted(places)
+    assert re.search(r'<details>\s*<summary><h2 id="provenance">', html)
+    packed = pack_sweep(collect([tmp_path / "sweep"]), tmp_path / "packed")
+    assert "Sink rate during training" in (packed / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_note_of_the_leaderboard_explains_the_columns_that_it_has_and_no_others(tmp_path: Path) -> None:
@@ -71,3 +83,19 @@ def test_the_note_of_the_leaderboard_explains_the_columns_that_it_has_and_no_oth
     assert "nats per token, relative to the unchanged model (sinklab assess)" in assessed
     assert "Sink hidden: " not in assessed
     assert "Streaming: " not in assessed
+
+
+def test_the_page_of_one_model_is_called_by_its_name_and_begins_with_four_tiles(tmp_path: Path) -> None:
+    folder = make_measurement(tmp_path / "m1", model="/models/Small-1M")
+    html = write_report([folder]).read_text(encoding="utf-8")
+    assert "<h1>Attention sinks: Small-1M</h1>" in html
+    tiles = html[html.index('<dl class="tiles">') : html.index("</dl>")]
+    assert re.findall(r"<dt>(.*?)</dt>", tiles) == ["Sink rate", "Layers", "Sink on", "Streaming"]
+    assert "<b>BOS</b>" in tiles
+    assert "run sinklab assess Small-1M --quick" in tiles
+    make_assessment(folder / "assessed", model="/models/Small-1M")
+    assert "<b>+0.50 nats</b>" in write_report([folder]).read_text(encoding="utf-8")
+    make_measurement(tmp_path / "m2", model="/models/Other")
+    both = write_report([folder, tmp_path / "m2"], tmp_path / "both.html").read_text(encoding="utf-8")
+    assert "<h1>Attention sinks: Small-1M and Other</h1>" in both
+    assert 'class="tiles"' not in both

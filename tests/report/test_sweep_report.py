@@ -262,7 +262,7 @@ def test_the_runs_of_a_single_experiment_have_their_curves_and_their_section(tmp
     assert data.cells == EXPERIMENTS["table_2"].cells
     assert {run.cell for run in data.runs} == set(EXPERIMENTS["table_2"].cells)
     text = Page(write_report([top]).read_text(encoding="utf-8")).text
-    for said in ("Sink rate during training", "Effect of weight decay", "Provenance"):
+    for said in ("Sink rate during training", "Effect of weight decay", "Claims, decision rule and provenance"):
         assert said in text
 
 

@@ -1,6 +1,7 @@
 """Models side by side: each as measured by itself, conversations through each one's own chat template."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from sinklab.measuring.options import Options, Request
 from sinklab.opening import open_model
 from sinklab.report.page import write_report
 from sinklab.survey.measure import labels, measure_model
-from sinklab.survey.suites import compare_models
+from sinklab.survey.suites import compare_models, named_models
 
 SMALL = Request(options=Options(eps=(0.3, 0.2)), sequences=4, length=16)
 
@@ -127,3 +128,18 @@ def test_a_conversation_that_the_template_refuses_is_named(tmp_path: Path) -> No
     model, text = tiny_model(tmp_path / "m", template=REFUSING), chat_file(tmp_path / "chat.jsonl")
     with pytest.raises(InputError, match=r"chat\.jsonl, line 1: the chat template cannot render .*no system role"):
         measure_model(str(model), text, Request(sequences=2, length=12))
+
+
+def test_models_have_the_names_that_are_given_and_runs_have_no_hash(folder: Path, tmp_path: Path) -> None:
+    text, run = text_file(tmp_path / "text.jsonl"), tmp_path / "gate-0123456789abcdef"
+    shutil.copytree(folder / "base", run)
+    found = compare_models([str(run), f"tuned={folder / 'chat'}"], text, SMALL, out=tmp_path / "out")
+    assert list(found.outcome.measured) == ["gate", "tuned"]
+    page = write_report([tmp_path / "out"]).read_text(encoding="utf-8")
+    assert "<h1>Attention sinks: gate and tuned</h1>" in page
+    assert re.search(r'<p class="lead">In gate the first token is a sink in [\d.]+ % of the heads, in tuned of', page)
+    assert page.index('id="importance-heads"') < page.index('id="comparison-layers-0"')
+    with pytest.raises(InputError, match="same name"):
+        compare_models([f"a={folder / 'chat'}", f"a={run}"], text, SMALL)
+    twins = [tmp_path / f"gate-{digit * 16}" for digit in "ab"]
+    assert list(named_models([str(shutil.copytree(run, one)) for one in twins])) == [one.name for one in twins]

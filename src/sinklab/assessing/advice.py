@@ -24,14 +24,14 @@ from typing import cast
 from torch import Tensor
 
 from sinklab.assessing.assess_model import Assessment, assess, open_separable, text_or_default
-from sinklab.assessing.part import AssessText
+from sinklab.assessing.part import AssessText, is_undecided
 from sinklab.assessing.parts.bos import Bos
 from sinklab.assessing.parts.kv_cache import KVCache
 from sinklab.assessing.parts.kv_formats import BY_LAYER, FORMATS, KVFormats, StoredFormat
 from sinklab.assessing.parts.quantisation import STATIC, Quantisation
 from sinklab.assessing.parts.streaming import Streaming
 from sinklab.assessing.reading import Effect
-from sinklab.assessing.settings import AssessOptions, settings_for
+from sinklab.assessing.settings import TOLERANCE, AssessOptions, settings_for
 from sinklab.files import write_text
 from sinklab.jobs import Observer, ignore
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading
@@ -40,7 +40,6 @@ from sinklab.schema import VersionedDocument
 ADVICE = "advice.txt"
 PARTS = ("streaming", "quantisation", "kv_cache", "kv_formats", "bos")
 KEPT = (0, 1, 2, 4, 8, 16)
-TOLERANCE = 0.01
 UNDECIDED = "undecided"
 PREFIXES = 4  # maximum number of tokens named for a prefix
 PER_TOKEN = "int8 per token"
@@ -178,7 +177,7 @@ def first_tokens(streaming: Streaming, tolerance: float) -> tuple[int | None, De
     }
     n = next(n for n in counts if all(gap <= tolerance for gap, _ in gaps[n]))
     tried = [pair for k in counts if k <= n for pair in gaps[k]]
-    unclear = any(error > tolerance and abs(gap - tolerance) < 2 * error for gap, error in tried)
+    unclear = any(is_undecided(gap, error, tolerance) for gap, error in tried)
     listed = ", ".join(f"{k}: {max(gap for gap, _ in gaps[k]):+.3f}" for k in counts if k != most)
     evidence = (
         f"loss above that with {most} kept, by tokens kept: {listed} (largest of the caches, {streaming.sequences} x "
@@ -194,8 +193,7 @@ def _bos(bos: Bos, tolerance: float, default_bos: bool) -> Decision:
     lost = bos.unchanged.loss - bos.with_bos.loss
     is_there = "the tokenizer adds it" if default_bos else "the tokenizer does not add it"
     evidence = f"without it the same tokens cost {lost:+.3f} nats{_error(bos.with_bos)}; {is_there}"
-    error = bos.with_bos.error or 0.0
-    if error > tolerance and abs(lost - tolerance) < 2 * error:
+    if is_undecided(lost, bos.with_bos.error, tolerance):
         return Decision("BOS", UNDECIDED, f"{evidence}; pass more text")
     needed = "must be there" if lost > tolerance else "may be left out" if lost > -tolerance else "must not be added"
     return Decision("BOS", needed, evidence)
@@ -250,11 +248,13 @@ def _layers(formats: KVFormats, tolerance: float) -> tuple[list[int], Decision]:
 
 
 def _heads(cache: KVCache, tolerance: float) -> Decision:
+    question = "KV heads (layer.head) not to be rounded to 2 bits"
+    if not cache.heads:
+        return Decision(question, "not assessed", "--quick rounds no KV head alone")
     costly = [one for one in cache.heads if one.kl > tolerance]
     by_divergence = sorted(cache.heads, key=lambda one: -one.kl)[:3]
     listed = ", ".join(f"{one.layer}.{one.head} KL {one.kl:.4f}" for one in by_divergence)
     named = ", ".join(f"{one.layer}.{one.head}" for one in costly[:12]) + (", ..." if len(costly) > 12 else "")
-    question = "KV heads (layer.head) not to be rounded to 2 bits"
     return Decision(question, named or "none", f"each head alone in {cache.head_bits} bits; costliest: {listed}")
 
 

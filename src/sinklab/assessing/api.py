@@ -12,7 +12,7 @@ from torch import Tensor
 from sinklab.assessing.assess_model import Assessment
 from sinklab.assessing.assess_model import assess as assess_opened
 from sinklab.assessing.parts.caches import PromptCache
-from sinklab.assessing.settings import AssessOptions
+from sinklab.assessing.settings import TOLERANCE, AssessOptions
 from sinklab.errors import InputError
 from sinklab.measuring.inputs import token_matrix
 from sinklab.models.adapter import LanguageModel, unwrapped
@@ -28,6 +28,7 @@ def assess(
     parts: Sequence[str] = (),
     press: Any = None,
     out: str | Path | None = None,
+    tolerance: float = TOLERANCE,
     **options: Any,
 ) -> Assessment:
     """Assess what a model loses without its sink, and what the sink costs; return an `Assessment`.
@@ -47,6 +48,7 @@ def assess(
         press: a press of kvpress, or a mapping from name to press, for the part `prompt_cache`: the loss with each of
             them in place of the built-in policies, and with the first keys kept and dropped. Only Hugging Face models.
         out: directory of assessment.json; a repeated call resumes it.
+        tolerance: loss in nats per token that a setting may add, for the verdicts.
         options: further options of `sinklab assess`, by the names of `AssessOptions`: quick, sequences, length,
             stream_length, caches, kept, budgets, sink_tokens, ...
 
@@ -76,4 +78,5 @@ def assess(
         if presses and parts and PromptCache.name not in parts:
             raise InputError(f"`press` belongs to the part `{PromptCache.name}`: add it to `parts`")
         settings = AssessOptions(parts=tuple(parts), **options)
-        return assess_opened(opened, source, settings, presses=presses, out=None if out is None else Path(out))
+        saved = None if out is None else Path(out)
+        return assess_opened(opened, source, settings, presses=presses, out=saved, tolerance=tolerance)

@@ -5,6 +5,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,10 +14,10 @@ from pydantic import Field, SerializeAsAny, SerializerFunctionWrapHandler, model
 from torch import Tensor
 
 from sinklab import render_text
-from sinklab.assessing.part import AssessPart, AssessText, GivenTokens, PartRow
+from sinklab.assessing.part import AssessPart, AssessText, GivenTokens, PartRow, is_undecided
 from sinklab.assessing.parts import IN_QUICK, PARTS, USUAL, PartName, known_part
 from sinklab.assessing.reading import PartInput
-from sinklab.assessing.settings import AssessOptions, AssessSettings, settings_for
+from sinklab.assessing.settings import TOLERANCE, AssessOptions, AssessSettings, settings_for
 from sinklab.data.corpora import DEFAULT_TEXT_NOTE, default_text, documents
 from sinklab.errors import InputError
 from sinklab.files import parse_json, read_document
@@ -34,6 +35,31 @@ LOSSES = ((1.0, "A very large loss"), (0.1, "A large loss"), (0.01, "A small los
 """Lower bounds of the added loss in nats per token, each with its wording in the summary (docs/assess.md)."""
 
 OnePart = TypeVar("OnePart", bound=AssessPart)
+SAFE, UNDECIDED, NOT_SAFE = "safe", "undecided", "not safe"
+
+
+@dataclass(frozen=True)
+class JudgedSetting:
+    """A setting that was assessed, such as a KV cache in 4 bits, compared with the tolerance.
+
+    Attributes:
+        kind: what it is a setting of, such as "KV cache".
+        name: the setting.
+        added, error: added loss in nats per token, and its standard error; None if unknown.
+        size: bits per number; 0 where settings are of equal size.
+        verdict: "safe" if the added loss is at most the tolerance, else "not safe"; "undecided" if the standard error
+            exceeds the tolerance and the two differ by less than two standard errors.
+    """
+
+    kind: str
+    name: str
+    added: float
+    error: float | None
+    size: float
+    verdict: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.added:+.3f})"
 
 
 class Assessment(VersionedDocument):
@@ -48,6 +74,7 @@ class Assessment(VersionedDocument):
         skipped: reason for skipping each skipped part, by name of the part.
         seconds: run time in seconds, by name of the part.
         results: results of the finished parts, by name.
+        tolerance: loss in nats per token that a setting may add; it does not affect the results.
     """
 
     model: str
@@ -58,6 +85,7 @@ class Assessment(VersionedDocument):
     skipped: dict[PartName, str] = Field(default_factory=dict)
     seconds: dict[PartName, float] = Field(default_factory=dict)
     results: dict[str, SerializeAsAny[AssessPart]] = Field(default_factory=dict)
+    tolerance: float = Field(default=TOLERANCE, ge=0, exclude_if=lambda nats: nats == TOLERANCE)
 
     @model_validator(mode="before")
     @classmethod
@@ -97,6 +125,49 @@ class Assessment(VersionedDocument):
     def answers(self) -> Iterator[tuple[str, PartRow]]:
         """Iterate over the answers of all finished parts, as pairs of the part's question and the row of an answer."""
         return ((part.question, row) for part in self.results.values() for row in part.rows() if row.answer)
+
+    def settings(self) -> list[JudgedSetting]:
+        """Return the settings of the finished parts, compared with the tolerance."""
+        found = []
+        for part in self.results.values():
+            for row in part.rows() if part.setting else ():
+                if row.answer and row.effect is not None and row.added is not None:
+                    error = row.effect.error
+                    verdict = SAFE if row.added <= self.tolerance else NOT_SAFE
+                    verdict = UNDECIDED if is_undecided(row.added, error, self.tolerance) else verdict
+                    found.append(JudgedSetting(part.setting, row.answer, row.added, error, row.size, verdict))
+        return found
+
+    def recommended(self) -> list[JudgedSetting]:
+        """Return one setting of each kind: the smallest that is safe, or that with the smallest loss if none is."""
+        found = []
+        for kind in dict.fromkeys(one.kind for one in self.settings()):
+            of_kind = [one for one in self.settings() if one.kind == kind]
+            safe = [one for one in of_kind if one.verdict == SAFE]
+            found.append(
+                min(safe, key=lambda one: (one.size, one.added)) if safe else min(of_kind, key=lambda one: one.added)
+            )
+        return found
+
+    def recommendation(self) -> list[str]:
+        """Return the sentences of the recommendation; empty if no setting was assessed."""
+        chosen, sentences = self.recommended(), []
+        limit = f"at most {self.tolerance:+g} nats per token"
+        if safe := [str(one) for one in chosen if one.verdict == SAFE]:
+            sentences.append(f"Safe ({limit}): {', '.join(safe)}.")
+        if least := [f"{one.kind} {one.name} ({one.added:+.3f})" for one in chosen if one.verdict != SAFE]:
+            sentences.append(f"Nothing safe was found, and the smallest loss is: {', '.join(least)}.")
+        if unsafe := self.unsafe():
+            sentences.append(f"Not safe: {', '.join(unsafe)}.")
+        return sentences
+
+    def unsafe(self) -> list[str]:
+        """Return the setting with the largest added loss, if it is not safe, of each kind that has a safe one."""
+        found = []
+        for kind in [one.kind for one in self.recommended() if one.verdict == SAFE]:
+            unsafe = [one for one in self.settings() if one.kind == kind and one.verdict == NOT_SAFE]
+            found += [str(max(unsafe, key=lambda one: one.added))] if unsafe else []
+        return found
 
     def answer(self) -> list[str]:
         """Return the sentences of the summary: the loss added without the sink and, if assessed, the cost of the sink.
@@ -174,6 +245,7 @@ def assess(
     out: Path | None = None,
     where_possible: bool = False,
     observe: Observer = ignore,
+    tolerance: float = TOLERANCE,
 ) -> Assessment:
     """Assess the cost and benefit of the sink in one model.
 
@@ -190,6 +262,7 @@ def assess(
             resumes the assessment and may add parts.
         where_possible: whether to skip requested parts that cannot be run on the model, instead of raising an error.
         observe: callback for progress events.
+        tolerance: loss in nats per token that a setting may add, for the recommendation.
 
     Returns:
         The assessment, with the results of earlier calls.
@@ -219,6 +292,7 @@ def assess(
         settings = settings_for(source.model, options)
         inputs = _inputs(source, settings, options, skips, presses or {})
         found = _so_far(ledger, source, text, settings, options, presses or {})
+        found = found.model_copy(update={"tolerance": tolerance})
 
         def skip(part: str, why: str) -> str:
             nonlocal found
@@ -248,6 +322,7 @@ def assess(
                 skip(part, given)
                 observe(JobEvent("skipped", part, text=given))
         run_steps(steps, observe)
+        ledger.save(found)
         return found
 
 
@@ -335,7 +410,7 @@ def _notes(
     if model.step != model.planned_steps:
         notes.insert(0, f"the run is at step {model.step} of {model.planned_steps}")
     if settings.quick:
-        without = "" if options.parts else f", without {', '.join(part for part in USUAL if part not in IN_QUICK)}"
+        without = "" if options.parts else f", only {', '.join(IN_QUICK)}"
         notes.insert(
             0,
             f"quick: {settings.sequences} x {settings.length:,} tokens, {settings.stream_sequences} x "

@@ -153,6 +153,7 @@ class PartRow:
         gained: wording in the summary if `added` is the cost of the sink, such as "in static int8".
         numbers: names of the scalar results whose value is `added` (see `AssessPart.numbers`), with an integer for N.
         points: points of the part's figure at the height `added`, as pairs of series and position on the x axis.
+        size: bits per number of a setting; the smallest setting within the tolerance is recommended.
     """
 
     what: str
@@ -164,6 +165,7 @@ class PartRow:
     gained: str = ""
     numbers: Sequence[str] = ()
     points: Sequence[tuple[str, object]] = ()
+    size: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -219,12 +221,14 @@ class AssessPart(ReadDocument, ABC):
         name: name of the part in `--parts`, assessment.json and experiments, and of its file.
         question: question that the part answers.
         layout: the part's figure without its points; an x axis with `order` () has one place per value.
-        long_text: whether the part needs a long text. --quick omits such a part unless `--parts` names it. If the text
-            is too short for it, it is skipped like a part that cannot be run on the model. For other parts, a text that
-            is too short is an error.
+        long_text: whether the part needs a long text. If the text is too short for it, it is skipped like a part that
+            cannot be run on the model. For other parts, a text that is too short is an error.
         on_request: whether the part runs only if `--parts` names it, because it is slow.
         loss_without_sink: value of `--parts` and further options with which the part measures the loss without the sink
             (rows with `lost`); empty if it does not measure it.
+        in_quick: whether the part runs by default with --quick.
+        setting: what the answers are settings of, such as "KV cache"; they are compared with the tolerance. Empty if
+            the answers are not settings with which a model could be served.
         numbers: scalar results of the part.
         sequences, length: number of sequences N and tokens per sequence T.
         unchanged: loss of the unchanged model on the same text, in windows of its context.
@@ -236,6 +240,8 @@ class AssessPart(ReadDocument, ABC):
     long_text: ClassVar[bool] = False
     on_request: ClassVar[bool] = False
     loss_without_sink: ClassVar[str] = ""
+    in_quick: ClassVar[bool] = False
+    setting: ClassVar[str] = ""
     numbers: ClassVar[tuple[PartNumber, ...]] = ()
 
     sequences: int
@@ -302,6 +308,11 @@ class AssessPart(ReadDocument, ABC):
         """Return a figure's data point, with loss and KL divergence for the tooltip; `y` defaults to the added loss."""
         y = self.added(effect) if y is None else y
         return {"series": series, "x": x, "loss": effect.loss, "kl": effect.kl, "y": y}
+
+
+def is_undecided(added: float, error: float | None, tolerance: float) -> bool:
+    """Return whether the standard error of an added loss is too large to compare the loss with the tolerance."""
+    return error is not None and error > tolerance and abs(added - tolerance) < 2 * error
 
 
 def several(count: int, noun: str) -> str:

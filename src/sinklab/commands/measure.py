@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from sinklab.assessing.settings import FEWEST_SCORED, AssessOptions
+from sinklab.assessing.settings import FEWEST_SCORED, TOLERANCE, AssessOptions
 from sinklab.commands.options import (
     Json,
     LoadingOptions,
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from sinklab.evaluating.evaluation import DownstreamScores
 
 
+EXPLORED_HEADS = 400
+"""Number of heads up to which `measure --out` saves attention maps for the page without --explore."""
+
+
 class TableFormat(StrEnum):  # typer does not support lists of literals
     """File formats in which the tables of a measurement can be saved."""
 
@@ -45,6 +49,15 @@ class TableFormat(StrEnum):  # typer does not support lists of literals
     parquet = "parquet"
 
 
+Tolerance = Annotated[
+    float,
+    option(
+        INPUT,
+        "Loss in nats per token that a setting may add; 0.01 nats multiply the perplexity by 1.01.",
+        metavar="NATS",
+        min=0.0,
+    ),
+]
 Text = Annotated[
     Path | None,
     option(INPUT, "Text: .txt, .jsonl, .csv, .parquet, .. or a folder; default: short texts in 11 languages and code."),
@@ -128,9 +141,12 @@ def measure(
         from sinklab.measuring.measurement import write_tables
         from sinklab.survey.measure import measure_model
 
+        shown = {"explore_at_most": EXPLORED_HEADS if out is not None else 0}
+        asked = request.model_copy(update={"options": request.options.model_copy(update=shown)})
+
         def work(progress: JobProgress) -> Any:
             step = StepProgress("measuring", progress)
-            found = measure_model(model, text, request, loading=how, out=out, progress=step.reach)
+            found = measure_model(model, text, asked, loading=how, out=out, progress=step.reach)
             if out is not None:
                 with unsaved(lambda: found):
                     write_tables(found.columns, out, formats or ())
@@ -141,8 +157,7 @@ def measure(
             save_report(out)
         elif not full:
             print_text("every layer: --full; pictures: --out DIR", stderr())
-        if text is None:
-            print_text("loss without the sink: sinklab assess MODEL --text FILE --parts streaming", stderr())
+        print_text(f"what a small KV cache or fewer bits would cost: sinklab assess {model} --quick", stderr())
 
 
 @with_options
@@ -150,7 +165,10 @@ def compare(
     *,
     models: Annotated[
         list[str],
-        typer.Argument(metavar="A B...", help="Run directories, Hugging Face ids, model directories or .gguf files."),
+        typer.Argument(
+            metavar="A B...",
+            help="Run directories, Hugging Face ids, model directories or .gguf files, each also as NAME=MODEL.",
+        ),
     ],
     text: Text = None,
     request: Annotated[Request, Only("inputs", "sequences", "length", "eps", "no_bos", "bos", "batch_size", "seed")],
@@ -162,7 +180,7 @@ def compare(
 ) -> None:
     """Compare measurements of several models, such as base and chat, on the same text or kind of tokens.
 
-    Example: sinklab compare BASE CHAT --text chats.jsonl --out compared
+    Example: sinklab compare base=BASE chat=CHAT --text chats.jsonl --out compared
 
     The text is tokenized with each model's own tokenizer, and conversations (messages) are rendered with its own chat
     template. Differences are relative to the first model.
@@ -170,7 +188,10 @@ def compare(
     from sinklab.commands.results import print_comparison
     from sinklab.survey.suites import compare_models
 
-    named = [loading.within(model) for model in models]
+    pairs = [model.partition("=") if not Path(model).exists() else ("", "", model) for model in models]
+    named = [
+        f"{name}{sign}{loading.within(model)}" if sign else loading.within(name or model) for name, sign, model in pairs
+    ]
     measuring = partial(compare_models, named, text, request, loading=loading.on(stderr()))
     _run_survey("models", len(named), measuring, out, as_json, print_comparison)
 
@@ -222,17 +243,20 @@ def assess(
         ),
     ] = None,
     options: AssessOptions,
+    tolerance: Tolerance = TOLERANCE,
     loading: LoadingOptions,
-    out: Annotated[Path | None, option(OUTPUT, "Directory for assessment.json; the same command resumes.")] = None,
-    full: Annotated[bool, option(OUTPUT, "Also print loss and KL divergence of every intervention.")] = False,
+    out: Annotated[
+        Path | None, option(OUTPUT, "Directory for assessment.json and report.html; the same command resumes.")
+    ] = None,
+    full: Annotated[bool, option(OUTPUT, "Also print the notes and every intervention.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Assess the cost and benefit of a sink, in parts such as streaming, quantisation and key ablations.
+    """Assess how small a KV cache, and how few bits, a model can be served with, and what its sink has to do with it.
 
-    Slow parts, such as KV cache quantisation, head pruning and per-head budgets, are run only if listed in --parts.
-    Each loss is reported with the KL divergence from the unchanged model. The formulas are in docs/assess.md.
+    The loss that a setting adds is compared with --tolerance: safe, not safe, or undecided. Slow parts, such as head
+    pruning and per-head budgets, are run only if listed in --parts. The formulas are in docs/assess.md.
 
-    Example: sinklab assess runs/tiny-0 --text stories.txt --parts streaming,quantisation --out runs/tiny-0/assess
+    Example: sinklab assess MODEL --text stories.txt --quick --tolerance 0.02 --out assessed
     """
     from sinklab.assessing.assess_model import assess as assess_model
     from sinklab.commands.results import print_assessment
@@ -240,10 +264,15 @@ def assess(
     model = loading.within(model)
 
     def work(progress: JobProgress) -> "Assessment":
-        return assess_model(model, text, options, loading=loading.on(progress.console), out=out, observe=progress)
+        how: Any = {"loading": loading.on(progress.console), "out": out, "observe": progress}
+        return assess_model(model, text, options, tolerance=tolerance, **how)
 
     show = partial(print_assessment, full=full)
     run_job(work, f"reading {model} and the text", as_json, show, resumes=out is not None)
+    if out is not None:
+        save_report(out)
+    elif not full:
+        print_text("every number: --full; pictures: --out DIR", stderr())
 
 
 @with_options
@@ -253,9 +282,7 @@ def advise(
     text: Annotated[
         Path | None, option(INPUT, "Text as in `assess`; default: the text that comes with sinklab.")
     ] = None,
-    tolerance: Annotated[
-        float, option(INPUT, "Loss in nats per token that a setting may add.", metavar="NATS", min=0.0)
-    ] = 0.01,
+    tolerance: Tolerance = TOLERANCE,
     options: Annotated[AssessOptions, Only("quick", "sequences", "length", "stream_length", "caches", "kept", "seed")],
     loading: LoadingOptions,
     out: Annotated[

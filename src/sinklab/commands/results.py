@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from sinklab.measuring.answer import answer
 from sinklab.report import result_tables
 from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import ListedRun
-from sinklab.report.data import ReportData
+from sinklab.report.data import ReportData, model_label
 from sinklab.report.sweeps import (
     claims_table,
     experiment_table,
@@ -83,7 +83,7 @@ SHARES = ("acc", "exact_match")
 
 def print_report(data: ReportData, console: Console) -> None:
     """Print the tables of runs and suites, the notes, and each experiment with its claims."""
-    for table in [*([cells_table(data)] if data.cells else []), *result_tables.suite_tables(data)]:
+    for table in [*([cells_table(data)] if data.cells and not data.sweeps else []), *result_tables.suite_tables(data)]:
         print_table(table, console)
     print_notes([f"{name}: {note}" for name, note in data.notes], console)
     for sweep in data.sweeps:
@@ -133,10 +133,17 @@ def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> 
 
 
 def print_assessment(assessment: "Assessment", console: Console, full: bool = False) -> None:
-    """Print the summary of an assessment and the answers of its parts; with `full`, also all interventions."""
-    print_title(f"{assessment.model}: {assessment.layers} layers, context {assessment.context:,}", console)
-    console.print(" ".join(assessment.answer()), markup=False, highlight=False)
-    print_table(result_tables.answers_table(assessment), console)
+    """Print the recommended settings of an assessment and its answer; with `full`, also every answer and change."""
+    print_title(f"{model_label(assessment.model)}: {assessment.layers} layers, context {assessment.context:,}", console)
+    settings = assessment.settings()
+    if settings:
+        print_table(result_tables.settings_table(assessment, settings if full else assessment.recommended()), console)
+    unsafe = [f"Not safe: {', '.join(assessment.unsafe())}."] if assessment.unsafe() else []
+    console.print(" ".join([*unsafe, *assessment.answer()]), markup=False, highlight=False)
+    if assessment.asked.get("quick") and not full:
+        print_notes(assessment.notes[:1], console)
+    if full or not settings:
+        print_table(replace(result_tables.answers_table(assessment), notes=()), console)
     if full:
         print_table(result_tables.assessment_table(assessment), console)
 
@@ -183,9 +190,11 @@ def print_comparison(comparison: "Survey", console: Console) -> None:
     first = next(iter(compared.values()))
     texts = f"{plural(first.sequences, 'sequence')} of {first.length} tokens"
     print_title(f"Comparison: {texts}, {first.inputs}, eps {first.eps:g}", console)
+    rows = compared_rows(compared)
+    console.print(Text(printable(result_tables.difference_sentence(rows))))
     for model, measured in compared.items():
         console.print(Text(f"{printable(model)}: {answer(measured)[0]}"))
-    print_table(result_tables.comparison_table(compared_rows(compared), list(compared)), console)
+    print_table(result_tables.comparison_table(rows, list(compared)), console)
     for model, measured in compared.items():
         fed = [] if measured.fed is None else [measured.fed.line()]
         notes = ["position 1 is BOS" if measured.bos else "no BOS", *fed, *measured.notes]

@@ -19,7 +19,7 @@ is used.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -267,9 +267,11 @@ def measure(
         ratio = first_to_rest(norm_LT[:, : min(COMPARED, norm_LT.shape[1] - 1)])  # R_GS (module docstring)
         added = {"gradient_norm_ratio": ratio.tolist(), "gradient_norm": norm_LT.float().numpy()}
         measurement = measurement.model_copy(update=added | {"notes": [*measurement.notes, *halved]})
-    if options.explore:
-        explored = explore(adapter, tokens_NT[0, mask_NT[0].bool()], heads, partial(_recording, adapter, ()))
-        measurement = measurement.model_copy(update={"explored": explored})
+    few = adapter.attention_layers * adapter.heads <= options.explore_at_most and longest > 1
+    if options.explore or few:
+        with suppress(*([] if options.explore else [SinklabError])):
+            explored = explore(adapter, tokens_NT[0, mask_NT[0].bool()], heads, partial(_recording, adapter, ()))
+            measurement = measurement.model_copy(update={"explored": explored})
     return measurement
 
 
@@ -334,7 +336,7 @@ def measure_with_study(
             sequences, no token can be replaced at `perturb`, or ablations are requested and there is no loss.
         SinklabError: see `driver.measure`; also if an ablation, `perturb` or the propositions are impossible.
     """
-    plain = {"lengths": (), "details": False, "maps": (), "explore": False, "gradients": False}
+    plain = {"lengths": (), "details": False, "maps": (), "explore": False, "explore_at_most": 0, "gradients": False}
     bare = options.model_copy(update=plain)
     passes, before = 1, 0
 

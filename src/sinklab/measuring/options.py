@@ -97,6 +97,7 @@ class Options(CommandSettings, frozen=True):
     Attributes:
         eps: thresholds on alpha of the sink rate; the first is the main one.
         dormant: also compute `Measurement.dormant` (sinklab transformers only).
+        explore_at_most: number of heads up to which the maps of `explore` are saved if they can be, without `explore`.
         first_target: 1-based position of the first target included in the loss; under a prefix mask, targets inside the
             prefix are excluded too, as in training.
     """
@@ -137,6 +138,7 @@ class Options(CommandSettings, frozen=True):
         description="Sequences per batch; default: as many as fit in memory, at most 16 sequences and 8,192 tokens.",
     )
     dormant: bool = False
+    explore_at_most: int = 0
     first_target: int = 2
     model_name: str = ""
     bos: bool = False

@@ -165,11 +165,11 @@ def progress_of(runs: Sequence[ReportedRun]) -> str:
     return f"({', '.join(unfinished)})" if unfinished else ""
 
 
-def headline(data: ReportData) -> list[str]:
+def headline(data: ReportData, setting_only: bool = False) -> list[str]:
     """Return the sentences of the headline: one per sweep whose runs are not listed, then up to three about the runs.
 
     The runs of packed sweeps and of sweeps of several experiments are not listed. The sentences about the runs state
-    the setting, the main result, and the number of unfinished runs.
+    the setting, the main result (not with `setting_only`), and the number of unfinished runs.
     """
     cells = data.cells
     trained = [run for run in data.runs if run.trained]
@@ -187,7 +187,7 @@ def headline(data: ReportData) -> list[str]:
     if cells:
         stored = f"The summary contains {counted(len(cells), 'cell')}; their runs are not on disk."
         sentences.append(_setting(data, trained) if data.runs else stored)
-    if sinks := spread_over_seeds(data, "sink_1"):
+    if not setting_only and (sinks := spread_over_seeds(data, "sink_1")):
         biases = {cell: row for cell, row in spread_over_seeds(data, "sink_bias").items() if cell in sinks}
         sentences.append(_main_result(sinks, biases))
     if unfinished := sum(bool(run.unfinished) and not run.failed for run in trained):

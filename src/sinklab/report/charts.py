@@ -95,6 +95,7 @@ def lines(
     band: tuple[str, str] | None = None,
     reference: float | None = None,
     curves: ChartRows = (),
+    ends: bool = False,
     tips: Sequence[TooltipField] = (),
     height: int = HEIGHT,
     title: str | None = None,
@@ -114,6 +115,7 @@ def lines(
         band: fields of the lower and upper ends of the band.
         reference: y value of a dashed horizontal line.
         curves: rows of dashed grey curves, with the fields of both axes and `of`, the name of the curve.
+        ends: whether the last points of the lines are labelled with the values of `colour`.
         tips: further fields in the tooltip of a point.
         height: height in pixels.
         title: title above the chart; None for none.
@@ -150,7 +152,29 @@ def lines(
     tooltip += [_tip_of(x), _tip_of(y), *(_tip(*tip) for tip in tips)]
     points = base.mark_point(size=18 if apart else 32).encode(tooltip=tooltip, detail=dashed, **shown)
     layers += [drawn, points if chosen is None else points.add_params(chosen)]
+    if ends and colour is not None:
+        named, top = _line_ends(rows, x.field, y.field, colour), max(row[y.field] for row in rows)
+        for above in (True, False):  # below the point where the label would leave the chart
+            if shown := [row for row in named if (row[y.field] < 0.9 * top) is above]:
+                label = _chart(shown).encode(x=across, y=up, text="ends:N")
+                layers.append(label.mark_text(align="right", dy=-9 if above else 12, fontSize=11))
     return _titled(alt.layer(*layers).properties(height=height), title)
+
+
+def _line_ends(rows: ChartRows, x: str, y: str, colour: str) -> list[dict[str, Any]]:
+    """Return the last point of every value of `colour`, at its largest y; names that would overlap share a label."""
+    last: dict[str, tuple[float, float]] = {}
+    for row in rows:
+        last[row[colour]] = max((row[x], row[y]), last.get(row[colour], (row[x], row[y])))
+    near = 0.07 * max((abs(row[y]) for row in rows), default=1.0)
+    found: list[tuple[float, float, list[str]]] = []
+    for name, (at, value) in sorted(last.items(), key=lambda item: (item[1][0], -item[1][1])):
+        if found and found[-1][0] == at and found[-1][1] - value < near:
+            found[-1][2].append(name)
+        else:
+            found.append((at, value, [name]))
+    ends = [", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "") for _, _, names in found]
+    return [{x: at, y: value, "ends": text} for (at, value, _), text in zip(found, ends, strict=True)]
 
 
 def scatter(
@@ -164,6 +188,7 @@ def scatter(
     label: str | None = None,
     published: ChartRows = (),
     reference: float | None = None,
+    bars: Mapping[str, str] | None = None,
     tips: Sequence[TooltipField] = (),
 ) -> Drawing:
     """Draw a scatter plot with a point per row of data; a categorical y axis has a row per category.
@@ -178,6 +203,7 @@ def scatter(
         label: field with the text next to each point.
         published: rows drawn as open diamonds.
         reference: y value of a dashed horizontal line; if the y axis is categorical, x value of a vertical one.
+        bars: colour of each value of `colour`, to draw horizontal bars from 0 instead of points; None for points.
         tips: further fields in the tooltip of a point.
     """
     both = [*rows, *published]
@@ -186,7 +212,7 @@ def scatter(
     }
     placed: Any = {name: _channel(name, axis, both, fields) for name, (axis, fields) in ends.items()}
     base = _chart(rows).encode(**placed)
-    coloured = base.encode(color=colour_of(order, colour) if len(order) > 1 else alt.value(OURS))
+    coloured = base.encode(color=colour_of(order, colour, bars) if len(order) > 1 else alt.value(OURS))
     series = [(colour, colour, "")] if len(order) > 1 else []
     texts, numbers = [*series, *(tip for tip in tips if not tip[2])], [tip for tip in tips if tip[2]]
     tooltip = [*(_tip(*tip) for tip in texts), _tip_of(x), _tip_of(y), *(_tip(*tip) for tip in numbers)]
@@ -198,13 +224,17 @@ def scatter(
         if any(fields[1] in row for row in rows):
             bar: Any = {name: _channel(name, axis, both, fields, fields[1]), f"{name}2": f"{fields[2]}:Q"}
             layers.append(coloured.mark_rule(opacity=0.5).encode(**bar))
-    layers.append(coloured.mark_point(size=56, filled=True, opacity=0.9).encode(tooltip=tooltip))
+    if bars is not None:
+        layers.insert(0, coloured.mark_bar(height=13, opacity=0.85).encode(x2=alt.datum(0), tooltip=tooltip))
+    else:
+        layers.append(coloured.mark_point(size=56, filled=True, opacity=0.9).encode(tooltip=tooltip))
     if published:
         paper = _chart(published).encode(**placed, color=colour_of(order, colour), tooltip=tooltip)
         layers.append(paper.mark_point(shape="diamond", **_OPEN))
     if label is not None:
         layers.append(coloured.mark_text(align="left", dx=8, dy=-8).encode(text=f"{label}:N"))
-    height = HEIGHT if y.order is None else _listed_height(y.order, LABEL_WIDTH) * len(y.order)
+    row_height = 0 if y.order is None else _listed_height(y.order, LABEL_WIDTH) - (4 if bars else 0)
+    height = HEIGHT if y.order is None else row_height * len(y.order)
     return alt.layer(*layers).properties(height=height)
 
 
@@ -461,11 +491,11 @@ def layer_axis(rows: ChartRows, title: str) -> PlotAxis:
     return PlotAxis(title, "layer", whole=True, precision="d", ticks=ticks, zero=False)
 
 
-def colour_of(order: Sequence[str] | None, field: str = "cell") -> alt.Color:
-    """Encode a field as colour: the palette in the given order, or a sequential scale if `order` is None."""
+def colour_of(order: Sequence[str] | None, field: str = "cell", colours: Mapping[str, str] | None = None) -> alt.Color:
+    """Encode a field as colour: `colours` or the palette in the given order; a sequential scale if `order` is None."""
     if order is None:
         return alt.Color(f"{field}:O", title=field, scale=alt.Scale(scheme=theme.HEAT_SCHEME))
-    palette = theme.colours(list(order))
+    palette = colours or theme.colours(list(order))
     longest = max((len(one) for one in order), default=1)
     return alt.Color(
         f"{field}:N",

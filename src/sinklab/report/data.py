@@ -24,6 +24,7 @@ from sinklab.experiments.documents import CellSummary
 from sinklab.measuring.registry import Evaluation
 from sinklab.report.sweeps import Sweep, value_text
 from sinklab.schema import leaves
+from sinklab.survey.measure import without_hash
 from sinklab.survey.suites import SavedCheckpoint, SuiteDocument, Survey
 from sinklab.train.recipe import KINDS, UNHASHED_TRAIN_KEYS, load_recipe
 from sinklab.train.run import seconds_spent
@@ -261,8 +262,11 @@ def model_name(model: str) -> str:
 
 
 def model_label(model: str) -> str:
-    """Return the last component of a model's path or Hub id, for titles and sentences; `.` is returned unchanged."""
-    return Path(model).name or model
+    """Return the last component of a model's path or Hub id, for titles and sentences; `.` is returned unchanged.
+
+    The hash at the end of a run directory's name is left out.
+    """
+    return without_hash(Path(model).name) or model
 
 
 def assign_cells(runs: list[ReportedRun], named: Collection[str]) -> list[ReportedRun]:

@@ -2,18 +2,25 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sinklab.assessing.assess_model import Assessment
 from sinklab.assessing.part import LOSS_ADDED
+from sinklab.assessing.settings import TOLERANCE
 from sinklab.experiments.documents import CellSummary
+from sinklab.measuring.findings import LEVELS
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.registry import METRICS, Evaluation
 from sinklab.report.cells import later_sink_of_cell
 from sinklab.report.charts import (
+    KEYS,
+    QUERIES,
     STEPS,
+    ColourScale,
     Figure,
     HeatmapAxis,
     heatmaps,
@@ -23,7 +30,7 @@ from sinklab.report.charts import (
     scatter,
 )
 from sinklab.report.data import ReportData, ReportedRun, by_layer, over_seeds, rates_by_eps, run_table
-from sinklab.report.html import caption
+from sinklab.report.html import VERDICT_COLOURS, caption
 from sinklab.report.measurement_figures import details_figures, importance_figures
 from sinklab.schema import finite_or_none
 from sinklab.survey.suites import SavedCheckpoint
@@ -35,6 +42,12 @@ SYMLOG_RATIO = 100
 
 The early checkpoints of public runs are often at powers of two.
 """
+FAR = 10
+"""Ratio of the largest added loss to the tolerance above which the axis of settings is symlog."""
+MOST_MAPS, SIDE, SQUARE = 6, 32, 220
+"""Maximum number of attention maps, number of tokens in a map, and its height in pixels."""
+MOST_CURVES = 12
+"""Maximum number of cells in the figure at the top of a sweep."""
 FEWEST = 2
 """Minimum number of sequence lengths for a figure by length."""
 
@@ -44,6 +57,7 @@ def figures(data: ReportData) -> list[Figure]:
     made = [
         *suite_figures(data),
         length_figure(data.summary_cells),
+        _maps(data),
         _sink_by_step(data),
         *importance_figures(data),
         *details_figures(data),
@@ -66,9 +80,55 @@ def _sink_by_step(data: ReportData) -> Figure | None:
     places = {row["metric"] for row in rows}
     about = caption("sink_by_step", eps=data.eps, places=places, several=_several(data))
     title = f"Sink rate (percent of heads, ε = {data.eps})"
-    rate = PlotAxis(title, "value", "percent", at_least=1, format="~g", precision=".2f")
-    chart = lines(rows, STEPS, rate, order=data.cells, dash="metric", band=("low", "high"), tips=SPREAD)
+    rate = PlotAxis(title, "value", "percent", at_least=1, precision=".2f")
+    chart = lines(rows, STEPS, rate, order=data.cells, dash="metric", band=("low", "high"), tips=SPREAD, ends=True)
     return Figure("sink-by-step", "Sink rate during training", about, [chart])
+
+
+def leading_figures(data: ReportData, drawn: Sequence[Figure]) -> list[Figure]:
+    """Return the figures at the top of the page: attention maps and the growth of the sink, or else the first figure.
+
+    The growth of a packed sweep of one experiment is drawn from its packed metrics. Pages with sweeps of several
+    experiments, and those with an explorer of the heads, have none.
+    """
+    by_key = {figure.key: figure for figure in drawn}
+    first = ["importance-heads", *(key for key in by_key if key.startswith("comparison-layers"))]
+    wanted = first if data.suites and data.suites[0].document.models else ["maps", "sink-by-step"]
+    leading = [by_key[key] for key in wanted if key in by_key]
+    if not data.sweeps:
+        return [] if any(run.measurement and run.measurement.explored for run in data.runs) else leading or [*drawn[:1]]
+    if leading or len(data.sweeps) > 1 or len(data.sweeps[0].summary.experiments) > 1:
+        return leading
+    [sweep] = data.sweeps
+    runs = [
+        ReportedRun(Path(run.directory), name, run.seed, history=sweep.history(run))
+        for name, cell in sweep.summary.cells.items()
+        for run in cell.runs
+    ]
+    growth = _sink_by_step(replace(data, runs=runs)) if len(sweep.summary.cells) <= MOST_CURVES else None
+    return [] if growth is None else [growth]
+
+
+def _maps(data: ReportData) -> Figure | None:
+    """Draw the attention map of the strongest head of every trained model, if there are few; None without maps."""
+    first = {run.cell: (run, run.measurement) for run in reversed(data.runs) if run.trained and run.measurement}
+    maps = []
+    for cell, (run, one) in reversed(first.items()):
+        if one.explored is not None:
+            heads = [(layer - 1, head - 1) for layer, head in one.explored.heads]
+            strongest = max(range(len(heads)), key=lambda at: one.importance[*heads[at], 0])
+            weights_SS = (one.explored.attention[strongest, :SIDE, :SIDE] / LEVELS) ** 2
+            seen_SS = np.where(np.tri(len(weights_SS), dtype=bool), weights_SS, np.nan)
+            known = {"sink_1": one.sink_rate[0], "valid_loss": run.latest.valid_loss}
+            if (summary := data.summary_cells.get(cell)) is not None:  # the numbers of the tables
+                known |= {name: found.median for name in known if (found := summary.estimate(name))}
+            forms = zip(known.values(), ("{:.0f} %", "loss {:.2f}"), strict=True)
+            numbers = ", ".join(form.format(value) for value, form in forms if value is not None)
+            maps.append((f"{cell}: {numbers}", seen_SS))
+    if not maps or len(maps) > MOST_MAPS:
+        return None
+    scale = ColourScale("attention", 0, 1)
+    return heatmaps("maps", "Attention of the strongest head", caption("maps"), maps, scale, QUERIES, KEYS, SQUARE)
 
 
 def _loss(data: ReportData) -> Figure | None:
@@ -232,8 +292,8 @@ def assessment_figures(data: ReportData) -> list[Figure]:
     found = []
     for number, one in enumerate(data.assessed):
         of = data.of_model(one)
-        if (figure := _answers(one, of, number)) is not None:
-            found.append(figure)
+        if (settings := settings_figure(one, of, number)) is not None:
+            found.append(settings)
         for name, part in one.results.items():
             figure = part.figure()
             order = figure.series or list(dict.fromkeys(str(row[figure.colour]) for row in figure.rows))
@@ -247,24 +307,37 @@ def assessment_figures(data: ReportData) -> list[Figure]:
     return found
 
 
-def _answers(document: Assessment, of: str, number: int) -> Figure | None:
-    """Draw the added losses of the answers of an assessment; None if no answer has one."""
-    kinds = ("loss without the sink", "cost of the sink", "other changes")
+def settings_figure(document: Assessment, of: str, number: int) -> Figure | None:
+    """Draw the added losses of the settings of an assessment as bars, with the tolerance; None if there are none."""
+    settings = document.settings()
+    if not settings:
+        return None
     rows = [
         {
-            "change": one.lost or one.gained or one.answer,
-            "kind": kinds[0 if one.lost else 1 if one.gained else 2],
-            "question": question,
+            "setting": one.name,
+            "verdict": one.verdict,
+            "kind": one.kind,
             "added": one.added,
+            "added_low": one.added - (one.error or 0.0),
+            "added_high": one.added + (one.error or 0.0),
         }
-        for question, one in document.answers()
-        if one.added is not None
+        for one in settings
     ]
-    if not rows:
-        return None
-    rows.sort(key=lambda row: kinds.index(row["kind"]))
-    changes = PlotAxis("", "change", order=list(dict.fromkeys(row["change"] for row in rows)))
-    added = PlotAxis(LOSS_ADDED, "added", "loss added, nats per token", format="+~g", precision="+.4f")
-    chart = scatter(rows, added, changes, "kind", kinds, reference=0.0, tips=[("question", "question", "")])
-    about = caption("answers")
-    return Figure(f"answers-chart-{number}", f"Loss added by each change{of}", about, [chart])
+    least = document.tolerance or TOLERANCE
+    far = max(abs(one.added) for one in settings) > FAR * least
+    powers = [least * 10**power for power in range(8) if least * 10**power <= max(abs(one.added) for one in settings)]
+    added = PlotAxis(
+        LOSS_ADDED,
+        "added",
+        "loss added, nats per token",
+        scale="symlog" if far else "linear",
+        constant=least,
+        format="+~g",
+        precision="+.4f",
+        ticks=[*(-power for power in reversed(powers)), 0, *powers] if far else None,
+    )
+    names = PlotAxis("", "setting", order=[row["setting"] for row in rows])
+    shown: Any = {"reference": document.tolerance, "bars": VERDICT_COLOURS, "tips": [("kind", "kind", "")]}
+    chart = scatter(rows, added, names, "verdict", list(VERDICT_COLOURS), **shown)
+    about = caption("settings", tolerance=f"{document.tolerance:g}")
+    return Figure(f"settings-{number}", f"Loss added by each setting{of}", about, [chart])

@@ -101,6 +101,8 @@ PALETTE = [
     "#7F7F7F",
     "#A6761D",
 ]
+VERDICT_COLOURS = {"safe": PALETTE[2], "undecided": "#8a8f98", "not safe": PALETTE[1]}
+"""Colours of the verdicts on settings of an assessment."""
 HEAT_SCHEME = "viridis"
 REFERENCE = "#8a8f98"  # dashed reference lines; readable on light and dark
 DIVERGING_SCHEME = "blueorange"

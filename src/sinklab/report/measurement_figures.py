@@ -28,9 +28,9 @@ from sinklab.measuring.statistics.statistic_base import BucketLines, Heatmap, Pl
 from sinklab.report import charts, html
 from sinklab.report import html as theme
 from sinklab.report.charts import ChartRows, ColourScale, Drawing, Figure
-from sinklab.report.data import ReportData, ReportedRun, averaged, by_layer
+from sinklab.report.data import ReportData, ReportedRun, averaged, by_layer, model_label
 from sinklab.report.result_tables import layers_table, mixing_table, secondary_table
-from sinklab.tables import SINK_1, PlotAxis, Table, TableColumn, counted, names
+from sinklab.tables import NO_SINK, SINK_1, PlotAxis, Table, TableColumn, counted, names
 
 SHOWN_POSITIONS = 64
 CHARTS = {
@@ -353,6 +353,51 @@ def chart(measurement: Measurement, what: str = "heads") -> Any:
 
 
 @dataclass(frozen=True)
+class Tile:
+    """A number or a few words at the top of a page, with its name and an explanation."""
+
+    name: str
+    value: str
+    about: str
+
+
+def tiles(data: ReportData) -> list[Tile]:
+    """Return four tiles about the only measured model of a report; empty for other reports.
+
+    They have the share of heads with the sink, its layers, its token, and the loss of streaming without first tokens.
+    """
+    if len(data.runs) != 1 or not data.measured or data.sweeps or data.runs[0].trained:
+        return []
+    [(_, one)] = data.measured
+    above_L = (one.importance[:, :, 0] > one.eps).sum(1)
+    shown = [f"{layer + 1}" for layer in np.argsort(-above_L, kind="stable")[:3] if above_L[layer]]
+    without = next((found for found in one.ablations or () if found.name == "no_bos"), None)
+    token = "BOS" if one.bos else "any first token"
+    about = "the sequences do not begin with BOS" if not one.bos else "or any first token? See --ablate no_bos"
+    if without is not None:
+        token = "any first token" if without.sink_rate_after >= NO_SINK else "only BOS"
+        about = f"without BOS, {without.sink_rate_after:.1f} % of heads"
+    lost = [part for found in data.assessed for part in found.results.values() if part.name == "streaming"]
+    costs = [row.added for part in lost for row in part.rows() if row.lost and row.added is not None]
+    streams = Tile("Streaming", "not assessed", f"run sinklab assess {model_label(one.model)} --quick")
+    if costs:
+        streams = Tile("Streaming", f"{max(costs):+.2f} nats", "loss per token without the first tokens in the cache")
+    return [
+        Tile(
+            "Sink rate",
+            f"{one.sink_rate[0]:.0f} %",
+            f"of heads give the first token over ε = {one.eps:g} of their attention, "
+            f"in {one.sequences} x {one.length} tokens",
+        ),
+        Tile(
+            "Layers", f"{(above_L > 0).sum()} of {one.layers}", f"have such heads; most: {', '.join(shown) or 'none'}"
+        ),
+        Tile("Sink on", token, about),
+        streams,
+    ]
+
+
+@dataclass(frozen=True)
 class Explorer:
     """The section with the attention maps (`--explore`) of one measurement.
 
@@ -371,7 +416,11 @@ class Explorer:
 
 def explorers(data: ReportData) -> list[Explorer]:
     """Make an explorer for every measurement that has attention maps from `--explore`."""
-    found = [(data.label(run), one, one.explored) for run, one in data.measured if one.explored is not None]
+    found = [
+        (data.label(run), one, one.explored)
+        for run, one in data.measured
+        if one.explored is not None and not run.trained
+    ]
     return [
         Explorer(
             f"explore-{number}",

@@ -28,7 +28,7 @@ from markupsafe import Markup
 import sinklab
 from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.definition import SCALES
-from sinklab.experiments.documents import verdict_counts
+from sinklab.experiments.documents import ANALYSES, verdict_counts
 from sinklab.experiments.paper import statements
 from sinklab.experiments.sweep.packed import CHECKSUMS
 from sinklab.experiments.verdicts import RULE
@@ -50,11 +50,17 @@ from sinklab.report.cells import cells_table, headline
 from sinklab.report.charts import Figure
 from sinklab.report.collect import collect
 from sinklab.report.data import ReportData, ReportedRun, model_label
-from sinklab.report.figures import figures
+from sinklab.report.figures import figures, leading_figures
 from sinklab.report.html import template_text, templates
-from sinklab.report.measurement_figures import explorers
-from sinklab.report.result_tables import answers_table, assessment_table, suite_tables
-from sinklab.report.sections import experiment_groups, experiment_sections, glance, leaderboard
+from sinklab.report.measurement_figures import explorers, tiles
+from sinklab.report.result_tables import (
+    answers_table,
+    assessment_table,
+    difference_sentence,
+    settings_table,
+    suite_tables,
+)
+from sinklab.report.sections import experiment_groups, experiment_sections, glance, leaderboard, sweep_sentences
 from sinklab.report.sweep_figures import forests
 from sinklab.report.sweeps import Sweep, origins, remarks_on_counts, subjects_of_claims
 from sinklab.tables import Table
@@ -64,6 +70,8 @@ CHARTS = "charts"
 SNIPPET = "window.vegaEmbed = vegaEmbed;"
 OFFLINE: dict[str, Any] = {"allowed_base_urls": []}
 """Options of vl-convert that disallow loading data from URLs; chart data is inline."""
+MOST_NAMED = 2
+"""Maximum number of models named in the title of a page."""
 EXPERIMENT_WIDTH = 420
 """Width in pixels of the charts of an experiment in chart files."""
 PNG_END = 12
@@ -118,18 +126,24 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
     drawn, experiments, lines = figures(data), experiment_sections(data.sweeps, page), glance(data.sweeps)
     compared, boards = forests(data.sweeps, page), _boards(data.sweeps)
     in_sections = [one for shown in experiments for one in shown.figures]
-    charted = [*compared, *(figure for _, figure in boards if figure), *in_sections, *drawn]
-    answers, every_change = {}, []
+    answers: dict[str, Table] = {}
+    every_change = []
     for number, one in enumerate(data.assessed):
         key, of = f"answers-{number}", data.of_model(one)
+        if settings := one.settings():
+            answers[f"settings-table-{number}"] = settings_table(one, settings, f"settings-table-{number}", of)
         answers[key] = answers_table(one, key, of)
         every_change.append(assessment_table(one, f"All changes{of}", f"assessment-{number}"))
-    tables = [*([cells_table(data)] if data.cells else []), *suite_tables(data), *answers.values()]
-    leading = drawn[:1] if not data.sweeps else []
+    tables = [*([cells_table(data)] if data.cells and not data.sweeps else []), *suite_tables(data), *answers.values()]
     groups, explored = experiment_groups(experiments), explorers(data)
+    leading = leading_figures(data, drawn)
+    others = [figure for figure in drawn if figure.key not in {one.key for one in leading}]
     ranked = [table for table, _ in boards]
-    parts = [*compared, *ranked, *groups, *leading, *explored, *tables, *drawn[len(leading) :], *every_change]
-    contents = [("glance", "The paper at a glance")] * bool(lines) + [(part.key, part.title) for part in parts]
+    charted = [*leading, *compared, *(figure for _, figure in boards if figure), *in_sections, *others]
+    parts = [*leading, *explored, *compared, *ranked, *groups, *tables, *others, *every_change]
+    contents = [(part.key, part.title) for part in parts]
+    if lines:
+        contents.insert(len(leading) + len(explored) + len(compared), ("glance", "The paper at a glance"))
     specs = {f"{one.key}-{at}": _page_spec(one, chart) for one in charted for at, chart in enumerate(one.charts)}
     own = [template_text(f"{name}.js") for name in ("report", "board", *["explore"] * bool(explored))]
     scripts = [vega_bundle(), *own]
@@ -138,6 +152,7 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
         title=_title(data),
         mark=Markup(REPORT_MARK),
         headline=lead(data),
+        tiles=tiles(data),
         contents=contents,
         verdicts=_verdict_counts(data),
         lines=lines,
@@ -158,7 +173,7 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
         explorers=explored,
         explored=Markup(json_for_script([one.data for one in explored])),
         swatches=theme.colours(data.cells),
-        figures=drawn[len(leading) :],
+        figures=others,
         charts=Markup(json_for_script({"config": theme.config(), "specs": specs})),
         scripts=[Markup(script) for script in scripts],
         style=Markup("".join(template_text(f"{name}.css") for name in ("report", "experiments", "explore"))),
@@ -170,18 +185,20 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
 
 
 def lead(data: ReportData) -> list[str]:
-    """Return the sentences at the top of the page: the answers of assessments, then the headline (`cells.headline`).
+    """Return the sentences at the top of the page: on sweeps, the recommendations of assessments, then the headline.
 
-    If the only run of the report is a measured model, the answer of its measurement comes first, and only the first
-    sentence of the headline is used.
+    If the only run of the report is a measured model, the answer of its measurement replaces the headline.
     """
+    several = len(data.assessed) > 1
     answers = [
-        (f"{model_label(one.model)}: " if len(data.assessed) > 1 else "") + " ".join(one.answer())
+        (f"{model_label(one.model)}: " if several else "") + " ".join(one.recommendation() or one.answer())
         for one in data.assessed
     ]
     alone = len(data.measured) == len(data.runs) == 1 and not data.runs[0].trained
     measured = answer(data.measured[0][1]) if alone else []
-    return [*measured, *answers, *(headline(data)[:1] if alone else headline(data))]
+    swept = [sentence for one in data.sweeps for sentence in sweep_sentences(one)]
+    swept += [difference_sentence(suite.document.rows) for suite in data.suites if suite.document.models]
+    return [*swept, *measured, *answers, *([] if alone else headline(data, bool(swept)))]
 
 
 def _boards(sweeps: Sequence[Sweep]) -> list[tuple[Table, Figure | None]]:
@@ -288,12 +305,22 @@ def _title(data: ReportData) -> str:
     """Return the page's title: one part per directory, equal parts only once.
 
     For a sweep, the part is the id of its only experiment or, for several experiments, their scale, so that a copy of
-    the sweep has the same title. For other directories, and without a common scale, it is the name of the directory.
+    the sweep has the same title. Other results have the names of their models, if there are at most MOST_NAMED. In all
+    other cases the part is the name of the directory.
     """
+    models = [model_label(one.model) for _, one in data.measured if one.model]
+    models = [*(run.cell for run in data.runs if run.trained)] or [
+        *models,
+        *(model_label(x.model) for x in data.assessed),
+    ]
+    models = list(dict.fromkeys((data.only_suite and data.only_suite.models) or models))
+    if not data.sweeps and 0 < len(models) <= MOST_NAMED:
+        return " and ".join(models)
     swept: dict[Path, str] = {}
     for sweep in data.sweeps:
         experiments, scale = list(sweep.summary.experiments), sweep.summary.scale
-        swept[sweep.top] = f"experiments at scale {scale}" if scale in SCALES else ""
+        kind = "" if any(one.analysis == ANALYSES[0] for one in sweep.summary.claims) else f"{ANALYSES[1]} "
+        swept[sweep.top] = f"{kind}experiments at scale {scale}" if scale in SCALES else ""
         if len(experiments) == 1:
             swept[sweep.top] = experiments[0]
     titles = [swept.get(path) or path.resolve().name or str(path) for path in data.dirs]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from sinklab.assessing.assess_model import Assessment
+from sinklab.assessing.assess_model import SAFE, Assessment, JudgedSetting
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import FIRST_FEW, SecondarySink, first_of_each
@@ -62,6 +62,23 @@ def comparison_table(rows: Iterable[ComparedQuantity], models: Sequence[str]) ->
         "or are unknown; bits per byte are comparable between tokenizers."
     )
     return Table("Comparison of models", columns, lines, [note])
+
+
+def difference_sentence(rows: Iterable[ComparedQuantity]) -> str:
+    """Return a sentence on the sink rates and losses of compared models, the first of which is the reference."""
+    known = {row.quantity: row for row in rows if row.quantity in ("Sink_1", "loss")}
+    if "Sink_1" not in known:
+        return ""
+    (first, rate), *others = known["Sink_1"].values.items()
+    parts = []
+    for model, other in others:
+        gap, loss = known["Sink_1"].differences.get(model), None
+        if "loss" in known:
+            loss = known["loss"].differences.get(model)
+        about = "" if gap is None else f" ({gap:+.1f} points)"
+        about += "" if loss is None else f" at {loss:+.3f} nats per token of loss"
+        parts.append(f"in {model} of {other or 0:.1f} %{about}")
+    return f"In {first} the first token is a sink in {rate or 0:.1f} % of the heads, {', '.join(parts)}."
 
 
 def ablations_table(measured: Labelled) -> Table | None:
@@ -359,8 +376,26 @@ def secondary_table(measured: Labelled, shown: int | None = None) -> Table | Non
     return Table(title, heads, rows)
 
 
+def settings_table(document: Assessment, settings: Sequence[JudgedSetting], key: str = "", of: str = "") -> Table:
+    """Make a table of settings with their added losses and verdicts, by kind.
+
+    Args:
+        key: anchor of the table in the page.
+        of: appended to the title.
+    """
+    columns = [*names("Kind", "Setting"), TableColumn("Loss added", "nats / token", "+.3f")]
+    columns += [TableColumn("Error", "± standard", ".3f"), *names("Verdict")]
+    rows: list[list[Value]] = []
+    before = None
+    for one in settings:
+        verdict = TableCell(one.verdict, tone="reproduced" if one.verdict == SAFE else "inconclusive")
+        rows.append([one.kind if one.kind != before else "", one.name, one.added, one.error, verdict])
+        before = one.kind
+    return Table(f"Settings{of}: safe up to {document.tolerance:+g} nats per token", columns, rows, key=key)
+
+
 def answers_table(document: Assessment, key: str = "", of: str = "") -> Table:
-    """Make a table of the loss added by the interventions that answer the questions of the assessment.
+    """Make a table of the answers to the questions of the assessment that are not in the table of settings.
 
     Args:
         key: anchor of the table in the page.
@@ -369,10 +404,15 @@ def answers_table(document: Assessment, key: str = "", of: str = "") -> Table:
     columns = [*names("Question", "Change"), TableColumn("Loss added", "nats / token", "+.4f")]
     rows: list[list[Value]] = []
     before = None
+    settings = {(one.kind, one.name) for one in document.settings()}
+    kinds = {part.question: part.setting for part in document.results.values()}
     for question, one in document.answers():
+        if (kinds[question], one.answer) in settings:
+            continue
         rows.append([question if question != before else "", one.answer, one.added])
         before = question
-    return Table(f"Loss added by each change, by question{of}", columns, rows, _remarks(document), key)
+    notes = [" ".join(document.answer()), *_remarks(document)]
+    return Table(f"Loss without the sink, and its cost{of}", columns, rows, notes, key)
 
 
 def _remarks(document: Assessment) -> list[str]:

@@ -42,6 +42,20 @@ from sinklab.report.sweeps import (
 )
 from sinklab.tables import SINK_1, PlotAxis, Table, TableCell, TableColumn, Value, counted, table_of
 
+LAB = "lab"
+"""Experiment of `sinklab lab`."""
+NAMED = 3
+"""Maximum number of claims that a sentence on a verdict names."""
+MIXED = "mixed"
+SAYS: Mapping[str, str] = {
+    "reproduced": "Holds",
+    "direction only": "Holds in direction only",
+    MIXED: "Holds in part, with claims of different verdicts",
+    "contradicted": "Does not hold",
+    "inconclusive": "Undecided",
+    "no verdict": "Not decided yet, too few seeds",
+}
+"""Beginning of the sentence on the claims with a verdict."""
 NOT_RUN = "not-run"
 """Key of the group of experiments that were not run."""
 
@@ -98,6 +112,56 @@ def _numbers_by_seed(summary: Summary, claim: JudgedClaim) -> list[tuple[str, st
         values = [run.values.get(shown.name, math.inf) for run in runs if shown.name in {*run.values, *run.never}]
         texts.append((name, ", ".join(number(value, shown) for value in values) + unit(shown)))
     return texts if all(f"{name} {text}" in claim.evidence for name, text in texts) else []
+
+
+def sweep_sentences(sweep: Sweep) -> list[str]:
+    """Return at most five sentences on what holds in a sweep and what does not, one per verdict.
+
+    They name the statements of the paper or, if none was tested, the confirmatory claims, else all claims. Those
+    on `sinklab lab` are of `lab_sentences`.
+    """
+    if LAB in sweep.summary.experiments and (found := lab_sentences(sweep.summary)):
+        return found
+    judged = []
+    for line in glance([sweep]):
+        claims = [part.claim for part in line.parts]
+        verdicts = {one.verdict for one in claims if one.analysis == ANALYSES[0]} or {one.verdict for one in claims}
+        judged.append((line.statement.says, verdicts.pop() if len(verdicts) == 1 else MIXED))
+    if not judged:
+        claims = [claim for claim in sweep.summary.claims if not claim.same_as]
+        claims = [claim for claim in claims if claim.analysis == ANALYSES[0]] or claims
+        judged = [(claim.statement, claim.verdict) for claim in claims]
+    sentences = []
+    for verdict, begins in SAYS.items():
+        named = [text.rstrip(".") for text, found in judged if found == verdict]
+        if named:
+            more = f"; and {len(named) - NAMED} more" if len(named) > NAMED else ""
+            sentences.append(f"{begins} ({len(named)} of {len(judged)}): {'; '.join(named[:NAMED])}{more}.")
+    return sentences
+
+
+def lab_sentences(summary: Summary) -> list[str]:
+    """Return three sentences on the models of `sinklab lab`, from medians over seeds; empty if a model is missing."""
+
+    def median(cell: str, quantity: str) -> float | None:
+        found = summary.cell(LAB, cell).estimate(quantity)
+        return found.median if found else None
+
+    sinks = {cell: median(cell, "sink_1") for cell in summary.cells_of(LAB)}
+    biases = [median(cell, "sink_bias") for cell in ("task_k_biases", "k_biases")]
+    losses = [median(cell, "valid_loss") for cell in ("softmax", "sigmoid")]
+    values = [*sinks.values(), *biases, *losses]
+    if not sinks or any(value is None for value in values):
+        return []
+    softmax, sigmoid = (loss or 0.0 for loss in losses)
+    on = {cell: f"{rate:.0f} %" for cell, rate in sinks.items()}
+    on_bias = ", ".join(f"{rate:.0f} %" for rate in biases)
+    return [
+        f"Softmax leaves unneeded attention on the first token: {on['task_softmax']} (copy task), {on['softmax']}.",
+        f"K biases: {on_bias} on the bias, and {on['task_k_biases']}, {on['k_biases']} on the first token.",
+        f"Weights that need not sum to one: ReLU {on['task_relu']}, sigmoid {on['sigmoid']}, at "
+        f"{sigmoid - softmax:+.2f} nats of loss.",
+    ]
 
 
 @dataclass(frozen=True)

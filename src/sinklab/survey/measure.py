@@ -21,6 +21,7 @@ leaves it out, or writes it twice, changes both the loss and the sink.
 import gc
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -253,6 +254,7 @@ def measure_loaded(model: Model, text: Path | None, request: Request, progress: 
     return measurement.model_copy(update=found)
 
 
+RUN_HASH = re.compile(r"-[0-9a-f]{16}$")
 REQUEST = "request.json"
 FILES = "files"
 
@@ -443,6 +445,11 @@ def text_hash(text: Path | None) -> str | None:
         InputError: if there is no such text, or a file cannot be read.
     """
     return None if text is None else identity(str(text), contents=True)
+
+
+def without_hash(name: str) -> str:
+    """Return the name of a run directory without the run hash at its end; other names are unchanged."""
+    return RUN_HASH.sub("", name) or name
 
 
 def labels(models: Sequence[str]) -> dict[str, str]:

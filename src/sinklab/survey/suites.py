@@ -31,7 +31,7 @@ from sinklab.measuring.registry import compared
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading, check_name, check_revision, name_in_results
 from sinklab.opening import is_run
 from sinklab.schema import ReadDocument, finite_or_none
-from sinklab.survey.measure import Item, Outcome, labels, measure_all, text_hash
+from sinklab.survey.measure import Item, Outcome, labels, measure_all, text_hash, without_hash
 from sinklab.train.checkpoint import steps_saved
 
 StepUnit = Literal["step", "tokens"]
@@ -270,6 +270,22 @@ def compared_rows(measured: Mapping[str, Measurement]) -> list[ComparedQuantity]
     return rows
 
 
+def named_models(models: Sequence[str]) -> dict[str, str]:
+    """Return the models of a comparison by name: NAME of NAME=MODEL, else the label, without the hash of a run.
+
+    Raises:
+        InputError: if a model or a name is repeated.
+    """
+    pairs = [("", one) if Path(one).exists() or "=" not in one else tuple(one.split("=", 1)) for one in models]
+    found = labels([model for _, model in pairs])
+    short = {without_hash(label): model for label, model in found.items()}
+    names = {model: label for label, model in (short if len(short) == len(found) else found).items()}
+    named = {name or names[model]: model for name, model in pairs}
+    if len(named) < len(models):
+        raise InputError("two of the models have the same name: give each its own, as NAME=MODEL")
+    return named
+
+
 def compare_models(
     models: Sequence[str],
     text: Path | None,
@@ -283,6 +299,9 @@ def compare_models(
 
     Each model uses its own tokenizer and chat template. A failure ends the comparison.
 
+    Args:
+        models: models, or NAME=MODEL (`named_models`).
+
     Raises:
         InputError: before any measurement, if there are fewer than two models, a model is repeated or its config cannot
             be loaded, or see `Request.check` and `measure_all`. Later, if a model cannot be loaded or measured on this
@@ -290,10 +309,11 @@ def compare_models(
     """
     if len(models) < 2:
         raise InputError("a comparison needs two models or more: sinklab compare A B --text FILE")
-    for model in models:
+    named = named_models(models)
+    for model in named.values():
         check_name(model)
     text = request.check(text)
-    for model in models:
+    for model in named.values():
         check_revision(model, loading.revision)
     source = text_hash(text)
     items = [
@@ -305,7 +325,7 @@ def compare_models(
             source,
             request,
         )
-        for label, model in labels(models).items()
+        for label, model in named.items()
     ]
     result_of = partial(Survey, "models", {"text": None if text is None else str(text)})
     return measure_all(items, result_of, out, FILES["models"], observe, stop_at_failure=True)

@@ -29,6 +29,7 @@ from sinklab.train.world import gathered
 
 LOSS_TOKENS = 2**15  # maximum tokens per batch of the validation loss; sequences above it are evaluated one by one
 OTHER_EPS = (0.2, 0.4)  # additional thresholds of the sink rate
+MAPPED_HEADS = 64  # the last measurement of a run has attention maps up to this number of heads
 METRIC_BATCH = 16  # sequences per batch; does not depend on the free memory, for bit-reproducibility
 
 
@@ -63,13 +64,16 @@ class Evaluator:
         loss, *others = (torch.stack(losses).sum(0) / sum(map(len, self.batches))).tolist()
         return loss, dict(zip(added.terms, others, strict=True))
 
-    def measure(self, details: bool = False, other_eps: Sequence[float] = (), dormant: bool = False) -> Measurement:
+    def measure(
+        self, details: bool = False, other_eps: Sequence[float] = (), dormant: bool = False, maps: bool = False
+    ) -> Measurement:
         """Measure the sink metric on the validation text, under the recipe's data interventions.
 
         Args:
             details: also compute the statistics of `measuring/statistics/details.py`.
             other_eps: additional thresholds of the sink rate.
             dormant: also compute `Measurement.dormant`.
+            maps: also save the attention maps of one sequence, if the model has at most MAPPED_HEADS heads.
 
         Raises:
             SinklabError: if an activation or the loss is not finite, or a sequence does not fit into memory.
@@ -81,6 +85,7 @@ class Evaluator:
             batch_size=METRIC_BATCH,
             details=details,
             dormant=dormant,
+            explore_at_most=MAPPED_HEADS if maps else 0,
             model_name=self.recipe.name,
             bos=self.recipe.data.bos,
         )

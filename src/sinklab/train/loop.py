@@ -170,7 +170,7 @@ class Trainer:
                 self._evaluate()
             if state.step % options.save_every == 0 or last:
                 self._save()
-        measurement = self.evaluator.measure().of_step(state.step, options.steps)
+        measurement = self.evaluator.measure(maps=True).of_step(state.step, options.steps)
         self.world.only_first(lambda: measurement.save(self.run.directory))
         return RunOutcome("done", state.step)
 

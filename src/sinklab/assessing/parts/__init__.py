@@ -20,7 +20,7 @@ PARTS = {name: _CLASSES[name] for name in PART_NAMES}
 USUAL = tuple(name for name, part in PARTS.items() if not part.on_request)
 """Names of the parts that run by default."""
 
-IN_QUICK = tuple(name for name in USUAL if not PARTS[name].long_text)
+IN_QUICK = tuple(name for name, part in PARTS.items() if part.in_quick)
 """Names of the parts that run by default with --quick."""
 
 NUMBERS = tuple(number for part in PARTS.values() for number in part.numbers)

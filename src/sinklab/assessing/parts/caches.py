@@ -111,6 +111,7 @@ class Budgets(AssessPart):
 
     name = "budgets"
     question = "Do all heads need all keys?"
+    setting = "budgets by head"
     on_request = True
     numbers = (
         PartNumber(
@@ -137,7 +138,7 @@ class Budgets(AssessPart):
 
     @classmethod
     def text_size(cls, settings: AssessSettings) -> TextSize:
-        return TextSize(settings.sequences, settings.length, others=settings.head_sequences)
+        return TextSize(settings.sequences, settings.length, others=max(1, settings.head_sequences))
 
     @classmethod
     def run(cls, given: PartInput) -> "Budgets":
@@ -248,6 +249,8 @@ class Eviction(AssessPart):
 
     name = "eviction"
     question = "Which keys must a small cache keep?"
+    in_quick = True
+    setting = "eviction"
     numbers = (PartNumber("recent_keys_added", "Recent keys only, added loss", ("Recent keys", "nats added")),)
     layout = PartFigure(
         "Evicting keys",
@@ -316,6 +319,8 @@ class PromptCache(AssessPart):
 
     name = "prompt_cache"
     question = "Which keys of a prompt must be kept?"
+    in_quick = True
+    setting = "prompt cache"
     layout = PartFigure(
         "Keeping few keys of a prompt",
         "Loss added to {0.unchanged.loss:.3f} after prompts of {0.prompt:,} tokens ({0.sequences} sequences) of which "

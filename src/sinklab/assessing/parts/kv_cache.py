@@ -76,9 +76,11 @@ from sinklab.measuring.statistics.secondary import ENOUGH
 from sinklab.models.adapter import Adapter
 from sinklab.models.families import LATENT_WIDTH, text_config
 from sinklab.models.hooks import hooked, intercept
+from sinklab.schema import Omitted
 from sinklab.tables import PlotAxis
 
 BITS = (8, 4, 3, 2)
+QUICK_BITS = (8, 4, 2)
 HEAD_BITS = 2
 OUTLIER = 64  # ratio of M_t to the median of M_s above which a token is an outlier
 EXEMPT = 10  # one KV head in ten is exempt from rounding
@@ -116,7 +118,8 @@ class KVCache(AssessPart):
         settings: losses by number of bits.
         head_bits: number of bits in `heads`, `without_exempt` and `without_random`.
         residual: number R of recent positions in full precision; 0 rounds all positions.
-        heads: loss and KL divergence when each KV head alone is rounded, on separate sequences.
+        heads: loss and KL divergence when each KV head alone is rounded, on separate sequences; empty without such
+            sequences (--quick). The following fields are then empty or None.
         exempt: the tenth (at least one) of the KV heads (layer, head) with the highest KL divergence in `heads`.
         without_exempt, without_random: loss with all KV heads rounded to `head_bits` except the exempt heads, or as
             many random heads (mean over draws).
@@ -125,6 +128,8 @@ class KVCache(AssessPart):
     name = "kv_cache"
     question = "Does the sink increase the loss of a quantised KV cache?"
     on_request = True
+    in_quick = True
+    setting = "KV cache"
     numbers = (
         PartNumber("cache_N_bits_added", "KV cache in N bits, added loss"),
         PartNumber("cache_added", "KV cache in the fewest bits, added loss", ("KV cache", "2 bits, nats added")),
@@ -148,10 +153,10 @@ class KVCache(AssessPart):
     settings: list[CacheRounding]
     residual: int = Field(default=0, exclude_if=lambda residual: residual == 0)
     head_bits: int
-    heads: list[HeadCost]
-    exempt: list[tuple[int, int]]
-    without_exempt: Effect
-    without_random: DrawnEffect
+    heads: list[HeadCost] = Field(default_factory=list)
+    exempt: list[tuple[int, int]] = Field(default_factory=list)
+    without_exempt: Omitted[Effect] = None
+    without_random: Omitted[DrawnEffect] = None
 
     @classmethod
     def refusal(cls, adapter: Adapter, settings: AssessSettings) -> str | None:
@@ -166,7 +171,7 @@ class KVCache(AssessPart):
 
     @classmethod
     def run(cls, given: PartInput) -> "KVCache":
-        """Measure the loss with the KV cache rounded to 8, 4, 3 and 2 bits, and with one KV head rounded at a time."""
+        """Measure the loss with the KV cache rounded to few bits, and with one KV head rounded at a time."""
         adapter, settings, residual = given.adapter, given.settings, given.settings.residual
         kept = LOG_PROBABILITIES_KEPT // len(given.tokens_NT)
         one_by_one = given.tokens_NT.split(1)
@@ -190,9 +195,10 @@ class KVCache(AssessPart):
             ]
 
         several_sets = [set(some) for some in zip(none, leading, outliers or none, sinks, strict=True)]
-        given.passes.expect(settings.sizes.draws * len(BITS) * sum(map(len, several_sets)))
+        all_bits = QUICK_BITS if settings.quick else BITS
+        given.passes.expect(settings.sizes.draws * len(all_bits) * sum(map(len, several_sets)))
         roundings = []
-        for bits in BITS:
+        for bits in all_bits:
             everything, first_spared = drawn(bits, none), drawn(bits, leading)
             roundings.append(
                 CacheRounding(
@@ -204,6 +210,23 @@ class KVCache(AssessPart):
                     **sink_cost(everything, first_spared),
                 )
             )
+
+        def by_sequence(found: Sequence[Spared]) -> list[list[int]]:
+            return [sorted(s + 1 - adapter.leading for s in some) for some in found]
+
+        by_bits = cls(
+            sequences=len(readers),
+            length=given.tokens_NT.shape[1],
+            unchanged=joined([one.unchanged for one in readers]).effect(),
+            sink_positions=first,
+            outliers=None if outliers is None else by_sequence(outliers),
+            sinks=by_sequence(sinks),
+            settings=roundings,
+            residual=residual,
+            head_bits=HEAD_BITS,
+        )
+        if given.others_MT is None:
+            return by_bits
         heads = given.reader_of_others().by_key_head(
             lambda chosen: RoundedCache(HEAD_BITS, heads=chosen, residual=residual).output
         )
@@ -217,24 +240,13 @@ class KVCache(AssessPart):
         def without(some: Sequence[tuple[int, int]], draws: int) -> Effect:
             return mean_of(drawn(HEAD_BITS, none, frozenset(names) - set(some), draws)).effect()
 
-        def by_sequence(found: Sequence[Spared]) -> list[list[int]]:
-            return [sorted(s + 1 - adapter.leading for s in some) for some in found]
-
-        return cls(
-            sequences=len(readers),
-            length=given.tokens_NT.shape[1],
-            unchanged=joined([one.unchanged for one in readers]).effect(),
-            sink_positions=first,
-            outliers=None if outliers is None else by_sequence(outliers),
-            sinks=by_sequence(sinks),
-            settings=roundings,
-            residual=residual,
-            head_bits=HEAD_BITS,
-            heads=heads,
-            exempt=exempt,
-            without_exempt=without(exempt, settings.sizes.draws),
-            without_random=DrawnEffect(**mean_effect([without(some, 1) for some in sampled])),
-        )
+        by_head: dict[str, object] = {
+            "heads": heads,
+            "exempt": exempt,
+            "without_exempt": without(exempt, settings.sizes.draws),
+            "without_random": DrawnEffect(**mean_effect([without(some, 1) for some in sampled])),
+        }
+        return by_bits.model_copy(update=by_head)
 
     def rows(self) -> Iterator[PartRow]:
         yield self.unchanged_row()
@@ -244,7 +256,8 @@ class KVCache(AssessPart):
             bits, points = f"{one.bits} bits", [("all positions rounded", one.bits)]
             numbers = [f"cache_{one.bits}_bits_added", "cache_added"][: 2 if one.bits == fewest else 1]
             answer = f"keys and values in {bits}"
-            yield self.row(bits, one.everything, one.due_said, answer=answer, numbers=numbers, points=points)
+            more = {"answer": answer, "numbers": numbers, "points": points, "size": one.bits}
+            yield self.row(bits, one.everything, one.due_said, **more)
             for name, series, positions, effect in (
                 (f"first {first}", "first", None, one.first_spared),
                 ("outliers", "outliers", self.outliers, one.outliers_spared),
@@ -257,6 +270,8 @@ class KVCache(AssessPart):
                 recent = f", {self.residual} recent tokens not rounded" if self.residual else ", recent tokens included"
                 answer, words = f"part of the loss in {bits} due to the sink", f"with a cache in {bits}{recent}"
                 yield PartRow("", None, one.due_to_sink, answer=answer, gained=words, numbers=["cache_due_to_sink"])
+        if self.without_exempt is None or self.without_random is None:
+            return
         count, heads = len(self.exempt), f"KV head{'s' * (len(self.exempt) > 1)}"
         yield self.row(f"{self.head_bits} bits except {count} costliest {heads}", self.without_exempt)
         losses = self.without_random.losses
@@ -266,8 +281,9 @@ class KVCache(AssessPart):
     def remark(self) -> str:
         named = ", ".join(f"{layer}.{head}" for layer, head in self.exempt[:8])
         outliers = "" if self.outliers is None else f"outliers at {named_positions(self.outliers)}; "
-        found = f"{outliers}sinks at {named_positions(self.sinks)}"
-        return f"kv_cache: {found}; the costliest KV heads (layer.head) in {self.head_bits} bits: {named}{self.recent}"
+        found = f"kv_cache: {outliers}sinks at {named_positions(self.sinks)}"
+        heads = f"; the costliest KV heads (layer.head) in {self.head_bits} bits: {named}" if named else ""
+        return found + heads + self.recent
 
     @property
     def recent(self) -> str:

@@ -235,6 +235,7 @@ class KVFormats(AssessPart):
     name = "kv_formats"
     question = "In which format can the KV cache be stored?"
     on_request = True
+    setting = "KV format"
     numbers = (
         PartNumber("cache_q4_added", "KV cache in q4_0, added loss"),
         PartNumber("cache_q4_due_to_sink", "Part of q4_0's added loss that is due to the sink"),
@@ -308,7 +309,8 @@ class KVFormats(AssessPart):
         for one in self.formats:
             what, q4_0 = f"{one.name}, {one.bits:.2f} bits", one.name == "q4_0"
             numbers = ["cache_q4_added"] if q4_0 else []
-            yield self.row(what, one.everything, one.due_said, answer=f"keys and values in {what}", numbers=numbers)
+            answer = f"keys and values in {what}"
+            yield self.row(what, one.everything, one.due_said, answer=answer, numbers=numbers, size=one.bits)
             yield self.row(f"{one.name}, keys only", one.keys)
             yield self.row(f"{one.name}, values only", one.values)
             yield self.row(f"{one.name}, first {self.spared} in full precision", one.without_sink)

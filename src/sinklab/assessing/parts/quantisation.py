@@ -26,6 +26,7 @@ separate experts process only some of the tokens.
 Losses with rounded activations are means of several draws (`sinklab.assessing.reading`).
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -77,6 +78,8 @@ SETTINGS = {
     "int4 per token, rotated": Rounding("int4 in groups of 32", "int4 per token", rotate=True),
     "nvfp4": Rounding("nvfp4", "nvfp4"),
 }
+QUICK = (STATIC, "int8 per token", "fp8 static per tensor", "int4 weights")
+"""Settings that are tried with --quick."""
 CALIBRATED = 4  # maximum number of calibration sequences
 DEVIATIONS = 6  # standard deviations from the mean beyond which a value is an outlier (2306.12929)
 
@@ -129,6 +132,8 @@ class Quantisation(AssessPart):
 
     name = "quantisation"
     question = "Does the sink increase the loss of low-bit quantisation?"
+    in_quick = True
+    setting = "quantisation"
     numbers = (
         PartNumber("int8_added", "Static int8, added loss", ("Int8", "static, nats added")),
         PartNumber(
@@ -172,23 +177,25 @@ class Quantisation(AssessPart):
 
     @classmethod
     def run(cls, given: PartInput) -> "Quantisation":
-        """Measure the loss for every setting in SETTINGS, with and without quantisation of the sink positions.
+        """Measure the loss for the settings, with and without quantisation of the sink positions.
 
         Static scales are computed from the other sequences.
         """
         adapter, settings, reader = given.adapter, given.settings, given.reader()
         assert given.others_MT is not None, "see text_size"
         spared, maps = adapter.leading + settings.sink_tokens, linear_maps(adapter.blocks)
-        draws = {name: 1 if one.activations == "full" else settings.sizes.draws for name, one in SETTINGS.items()}
+        tried = {name: one for name, one in SETTINGS.items() if name in QUICK or not settings.quick}
+        draws = {name: 1 if one.activations == "full" else settings.sizes.draws for name, one in tried.items()}
         given.passes.expect(len(given.others_MT) + 2 * sum(draws.values()) * len(given.tokens_NT))
-        cases = [(skipped, rotate) for skipped in (0, spared) for rotate in (False, True)]
+        rotations = sorted({one.rotate for one in tried.values()})
+        cases = [(skipped, rotate) for skipped in (0, spared) for rotate in rotations]
         with evaluating(adapter.module), ExitStack() as stack:
             maxima = {case: stack.enter_context(watched_maxima(maps, *case)) for case in cases}
             for tokens_T in given.others_MT:
                 adapter.hidden(tokens_T[None].to(adapter.device))
                 given.passes.read(1)
         found = []
-        for name, one in SETTINGS.items():
+        for name, one in tried.items():
             with quantised_weights(maps, one) as exact:
                 read: list[list[ByPosition]] = [[], []]
                 for in_draws, skipped in zip(read, (0, spared), strict=True):
@@ -215,7 +222,9 @@ class Quantisation(AssessPart):
         for one in self.settings:
             static = one.name == STATIC
             numbers = ["int8_added"] if static else []
-            yield self.row(one.name, one.everything, one.due_said, answer=one.name, numbers=numbers)
+            found = (re.search(r"\d+", name) for name in (one.weights, one.activations))
+            bits = sum(16 if bits is None else int(bits[0]) for bits in found)
+            yield self.row(one.name, one.everything, one.due_said, answer=one.name, numbers=numbers, size=bits)
             if static:
                 answer, words = "part of this loss due to the sink", "in static int8"
                 yield PartRow("", None, one.due_to_sink, answer=answer, gained=words, numbers=["int8_due_to_sink"])

@@ -61,6 +61,8 @@ class Streaming(AssessPart):
 
     name = "streaming"
     question = "Can the model stream without the sink?"
+    in_quick = True
+    setting = "streaming"
     loss_without_sink = "streaming with --keep 0 and 4"
     numbers = (
         PartNumber("streamed_loss_N", "Loss streamed with the first N kept"),
@@ -126,10 +128,9 @@ class Streaming(AssessPart):
         smallest = {one.first: one for one in self.caches if one.cache == size}
         fewest, most = smallest[min(smallest)], smallest[max(smallest)]
         for one in self.caches:
-            kept = f"first {one.first}" if one.first else "no first token"
             ends = {"streaming_added": fewest, "streaming_kept_added": most}
             numbers = [name for name, end in ends.items() if end is one]
-            answer = f"cache of {size:,} keys, {kept} kept" if numbers else ""
+            answer = f"cache of {size:,} keys, {f'first {one.first}' if one.first else 'none'} kept" if numbers else ""
             yield self.row(f"cache {one.cache}, first {one.first} kept", one, answer=answer, numbers=numbers)
         if most.first > fewest.first == 0:
             lost = f"in streaming through {size:,} keys"
