@@ -1,28 +1,32 @@
 """Time of every attention operation with the flex backend on a GPU in bfloat16, relative to PyTorch's fused attention.
 
-    python -m benchmarks.gpu.attention [--lengths 2048 8192] [--rounds 20] [--save]
+    python -m benchmarks.gpu.attention [--lengths 2048 8192] [--only sigmoid] [--out attention.jsonl]
     python -m benchmarks.gpu.attention --dry-run      tiny sizes on a GPU or CPU, to check that it runs
 
 Kernel attention uses its default backend. Goal: forward and backward pass take at most 1.3 times as long as
-`scaled_dot_product_attention` for one `attend` call, and 2.2 times for two. At the first length, output and gradients
-are also compared with the chunked backend in float64; the printed error is the largest relative difference (`error`).
+`scaled_dot_product_attention` for one `attend` call, and 2.2 times for two. Up to 2,048 tokens, output and
+gradients are also compared with the chunked backend in float64; `error` is the largest relative difference.
 """
 
 import argparse
-import json
+import statistics
+import sys
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.attention import CASES, KEY_WIDTHS, forget_gates, forward_and_backward, goal
-from benchmarks.timing import RESULTS, environment, in_turn, ratios
+from benchmarks.gpu.cases import options_of, run_cases
+from benchmarks.timing import in_turn, ratios
 from sinklab.attention.config import AttentionConfig
 from sinklab.attention.layer_call import AttentionCore
-from sinklab.files import write_json
 
 SHAPE = (4, 16, 64)
 DRY_SHAPE = (1, 2, 16)
 FUSED = "softmax_fused"
+MOST_EXACT = 2048
+"""Maximum number of tokens at which errors are computed, in float64."""
 
 
 def error(values: dict[str, Any], tokens: int, shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> float:
@@ -50,22 +54,22 @@ def error(values: dict[str, Any], tokens: int, shape: tuple[int, int, int], dtyp
     )
 
 
-def compare(tokens: int, shape: tuple[int, int, int], rounds: int, device: str) -> dict[str, Any]:
-    """Return median `milliseconds` and the median ratio to the fused kernel (`relative`) at one length, by case."""
-    backend = "flex" if device == "cuda" else "chunked"
-    variants = {FUSED: {"backend": "sdpa"}}
-    for name, values in CASES.items():
-        kernel = AttentionConfig.model_validate(values).operation.has_logits is False
-        variants[name] = values if kernel else {**values, "backend": backend}
+def compare(name: str, tokens: int, shape: tuple[int, int, int], rounds: int, device: str) -> dict[str, Any]:
+    """Return milliseconds, ratio to the fused kernel and its goal, and at the first length the error of a case."""
+    values = CASES[name]
+    kernel = AttentionConfig.model_validate(values).operation.has_logits is False
+    forced = values if kernel else {**values, "backend": "flex" if device == "cuda" else "chunked"}
     contestants = {
-        name: forward_and_backward(values, tokens, shape, torch.bfloat16, device, KEY_WIDTHS.get(name, 1.0))
-        for name, values in variants.items()
+        case: forward_and_backward(config, tokens, shape, torch.bfloat16, device, KEY_WIDTHS.get(case, 1.0))
+        for case, config in ((FUSED, {"backend": "sdpa"}), (name, forced))
     }
     seconds = in_turn(contestants, rounds, warm_up=3)
-    relative = ratios(seconds, FUSED)
     return {
-        name: {"milliseconds": 1000 * sorted(times)[len(times) // 2], "relative": relative[name]}
-        for name, times in seconds.items()
+        "tokens": tokens,
+        "milliseconds": 1000 * statistics.median(seconds[name]),
+        "relative": ratios(seconds, FUSED)[name],
+        "goal": goal(name, by_passes=(1.3, 2.2)),
+        "error": error(values, tokens, shape, torch.bfloat16, device) if tokens <= MOST_EXACT else None,
     }
 
 
@@ -73,30 +77,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, also on a CPU")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/gpu_attention.json")
-    options = parser.parse_args()
+    given = options_of(parser)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and not options.dry_run:
-        parser.error("this benchmark needs a CUDA device; --dry-run shows on a CPU that it works")
-    shape, lengths, rounds = SHAPE, options.lengths, options.rounds
-    if options.dry_run:
-        shape, lengths, rounds = DRY_SHAPE, [64], 2
-    result: dict[str, Any] = {"environment": environment(), "shape": shape, "rounds": rounds}
-    print(json.dumps(result["environment"]))
-    errors = {name: error(values, lengths[0], shape, torch.bfloat16, device) for name, values in CASES.items()}
-    result["errors"] = errors
-    for tokens in lengths:
-        rows = compare(tokens, shape, rounds, device)
-        result[str(tokens)] = rows
-        print(f"\nT {tokens}, bfloat16\n{'operation':24}{'ms':>10}{'x fused':>9}{'goal':>6}{'error':>10}")
-        for name, row in rows.items():
-            limit = goal(name, by_passes=(1.3, 2.2)) or ""
-            found = f"{errors[name]:.1e}" if name in errors else ""
-            print(f"{name:24}{row['milliseconds']:10.2f}{row['relative']:9.2f}{limit:>6}{found:>10}")
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        write_json(RESULTS / "gpu_attention.json", result)
+    shape, lengths, rounds = (DRY_SHAPE, [64], 2) if given.dry_run else (SHAPE, given.lengths, given.rounds)
+    cases = [
+        (f"{name} {tokens}", partial(compare, name, tokens, shape, rounds, device))
+        for tokens in lengths
+        for name in CASES
+    ]
+    sys.exit(run_cases(cases, given) > 0)
 
 
 if __name__ == "__main__":
