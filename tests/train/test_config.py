@@ -110,6 +110,7 @@ def test_a_resolved_recipe_is_read_back_unchanged(tmp_path: Path) -> None:
 def test_the_hash_covers_the_keys_that_change_the_result() -> None:
     base = load_recipe("tiny")
     assert base.content_hash("d") == load_recipe("tiny", ["name=other"]).content_hash("d")
+    assert base.content_hash("d") == load_recipe("tiny", ["train.micro_batch=8"]).content_hash("d")  # only rounding
     others = [load_recipe("tiny", ["seed=1"]), load_recipe("tiny", ["model.attention.bias=k"])]
     others += [load_recipe("tiny", [f"data.{change}"]) for change in INTERVENTIONS]
     hashes = {base.content_hash("d"), base.content_hash("e"), *(recipe.content_hash("d") for recipe in others)}

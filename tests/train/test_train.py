@@ -104,6 +104,15 @@ def test_a_finished_run_is_not_trained_again(dataset: TokenDataset, tmp_path: Pa
     assert contents(tmp_path)[1] == before
 
 
+def test_a_run_resumes_with_another_micro_batch(dataset: TokenDataset, tmp_path: Path) -> None:
+    train(dataset, tmp_path / "whole", recipe())
+    train(dataset, tmp_path / "halves", recipe(), stop_at=4)
+    train(dataset, tmp_path / "halves", recipe(train={"micro_batch": 2}))
+    ends = [read_metrics(tmp_path / name / "metrics.jsonl")[-1] for name in ("whole", "halves")]
+    assert ends[0]["step"] == ends[1]["step"]
+    assert ends[0]["valid_loss"] == pytest.approx(ends[1]["valid_loss"], rel=1e-4)
+
+
 def test_micro_batches_give_the_gradient_of_the_whole_batch(dataset: TokenDataset, tmp_path: Path) -> None:
     """By gradients: AdamW and clipping hide a wrong scale of the gradient from the weights."""
 

@@ -190,7 +190,7 @@ MUST_BE_SET = "???"
 DATA_ORIGIN = {"source", "tokenizer", "valid_fraction", "text_limit_bytes", *Selection.model_fields}
 """Keys of `data` that the run hash excludes, because the fingerprint of the prepared data covers them."""
 
-UNHASHED_TRAIN_KEYS = {"save_every", "keep", "device", "parallel", "compile", "recompute", "peak_flops"}
+UNHASHED_TRAIN_KEYS = {"micro_batch", "save_every", "keep", "device", "parallel", "compile", "recompute", "peak_flops"}
 """Keys of `train` that the run hash excludes: they affect results at most by rounding, and may change on resuming."""
 
 NEUTRAL_VALUES: dict[str, object] = {
@@ -264,6 +264,7 @@ class Recipe(Part):
         the weights).
         """
         recipe = self.model_dump(mode="json", exclude={"name": True, "data": DATA_ORIGIN, "train": UNHASHED_TRAIN_KEYS})
+        recipe["train"]["micro_batch"] = None  # as in hashes made when it was part of them
         for key, neutral in NEUTRAL_VALUES.items():
             *above, last = key.split(".")
             part = reduce(lambda part, name: part[name], above, recipe)
