@@ -272,6 +272,8 @@ def _run(name: str, loading: Loading, step: int | None) -> Model:
     from sinklab.data.tokenizers import load_tokenizer
     from sinklab.train.run import load_run, recipe_and_data
 
+    if loading.load_in is not None:
+        raise InputError(f"--load-in {loading.load_in} is for models of the hub, not for runs: leave it out")
     where, kind = pick_device(loading.device), pick_dtype(loading.dtype)
     run = load_run(Path(name), step)
     tokenizer, data = load_tokenizer(str(run.tokenizer_path)), run.recipe.data

@@ -1,6 +1,8 @@
 """Models whose weights are quantised, or lie on disk until they are needed."""
 
 import copy
+import json
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,14 @@ import pytest
 import torch
 import transformers as hf
 from closeness import assert_same_rates
+from trained_run import trained_run
 
 import sinklab
 from sinklab.errors import InputError
 from sinklab.measuring.options import Options, Request
 from sinklab.model.huggingface import SinklabConfig, SinklabForCausalLM
-from sinklab.models.huggingface.loading import Loading
+from sinklab.models.huggingface.loading import LoadIn, Loading, load_pretrained
+from sinklab.opening import open_model
 from sinklab.survey.measure import measure_model
 
 TOKENS = torch.randint(3, 64, (6, 12), generator=torch.Generator().manual_seed(1))
@@ -50,6 +54,29 @@ def test_a_model_quantised_to_int8_is_measured(family: str) -> None:
     exact, rough = sinklab.measure(model, TOKENS), sinklab.measure(quantised, TOKENS)
     assert rough.loss == pytest.approx(exact.loss, abs=0.1)
     assert 0 < abs(rough.importance - exact.importance).max() < 0.1
+
+
+@pytest.mark.parametrize(("bits", "most"), [("8bit", 0.05), ("4bit", 0.5)])
+@pytest.mark.filterwarnings("ignore")
+def test_weights_are_quantised_while_they_are_loaded(data_dir: Path, tmp_path: Path, bits: LoadIn, most: float) -> None:
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes (extra quantised)")
+    folder, request = str(data_dir / "models" / "TinyStories-656K"), Request(sequences=4, length=32)
+    exact = measure_model(folder, None, request)
+    rough = measure_model(folder, None, request, loading=Loading(load_in=bits))
+    assert 0 < abs(rough.loss - exact.loss) < most
+    assert "the weights are quantised (bitsandbytes); dtype is that of the other weights" in rough.notes
+
+
+def test_weights_that_are_quantised_and_runs_are_not_quantised_while_loading(data_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(data_dir / "models" / "TinyStories-656K", folder)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    changed = config | {"quantization_config": {"quant_method": "torchao", "quant_type": "int8_weight_only"}}
+    (folder / "config.json").write_text(json.dumps(changed), "utf-8")
+    with pytest.raises(InputError, match=r"needs packages|quantised already"):
+        load_pretrained(str(folder), Loading(load_in="4bit"))
+    with pytest.raises(InputError, match="not for runs"):
+        open_model(str(trained_run(tmp_path, {})[0]), Loading(load_in="8bit"))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -363,6 +363,7 @@ def _so_far(
         **({HELD_OUT: True} if given is None else {}),
         **({"presses": {name: repr(press) for name, press in presses.items()}} if presses else {}),
         "dtype": model.loading.dtype,
+        **({"load_in": model.loading.load_in} if model.loading.load_in else {}),
     }
     new = Assessment(
         model=model.name,

@@ -78,7 +78,7 @@ def measure(
         option(INPUT, "Branch, tag or commit on the hub; repeatable, for a curve over training.", metavar="NAME"),
     ] = None,
     loading: Annotated[
-        LoadingOptions, Only("dtype", "device", "subfolder", "adapters", "trust_remote_code", "tokenizer")
+        LoadingOptions, Only("dtype", "device", "subfolder", "adapters", "load_in", "trust_remote_code", "tokenizer")
     ],
     by_domain: Annotated[bool, option(INPUT, "Measure each file of the folder --text separately.")] = False,
     by_checkpoint: Annotated[bool, option(INPUT, "Measure each checkpoint in the folder or run MODEL.")] = False,

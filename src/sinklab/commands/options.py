@@ -77,6 +77,10 @@ class LoadingOptions(CommandSettings, frozen=True):
     adapters: Annotated[Several[str], Flag(name="--adapter", metavar="ADAPTER", panel=INPUT)] = Field(
         default=(), description="PEFT adapter (LoRA) to apply; repeatable."
     )
+    load_in: Annotated[Literal["4bit", "8bit"] | None, Flag(metavar="BITS")] = Field(
+        default=None,
+        description="Quantise the weights while loading, with bitsandbytes: 4bit or 8bit (extra quantised).",
+    )
     trust_remote_code: bool = Field(default=False, description="Run code from the model's repository.")
     tokenizer: Annotated[Literal["auto", "file", "transformers"], Flag(metavar="KIND", panel=INPUT)] = Field(
         default="auto",

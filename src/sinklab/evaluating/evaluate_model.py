@@ -355,6 +355,7 @@ def _evaluate(
     observe: Observer,
 ) -> DownstreamScores:
     decided = {"model": model.name, "files": model.files, "commit": model.commit, "dtype": model.loading.dtype}
+    decided |= {"load_in": model.loading.load_in} if model.loading.load_in else {}
     notes = [*model.notes]
     if model.step is not None:
         notes.append(f"the run was evaluated at step {model.step}, as {type(model.module).__name__}")

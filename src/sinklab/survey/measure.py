@@ -303,6 +303,7 @@ class Item:
             place = place / "checkpoints" / f"step_{self.step:08d}"
         loaded = {"revision": loading.revision, "dtype": loading.dtype}
         loaded |= {} if loading.tokenizer == "auto" else {"tokenizer": loading.tokenizer}
+        loaded |= {} if loading.load_in is None else {"load_in": loading.load_in}
         named = {"model": name_in_results(self.model, loading.subfolder), FILES: model_files(place)}
         return json.loads(
             json.dumps({**named, "text": self.text_hash, **loaded, **self.request.document(), **self.more})

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.metadata import distributions, version
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -120,6 +120,9 @@ QUANTISATION_PACKAGES = {
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
+LoadIn = Literal["4bit", "8bit"]
+
+
 @dataclass(frozen=True)
 class Loading:
     """Options for loading a model.
@@ -133,6 +136,8 @@ class Loading:
         revision: branch, tag or commit on the hub; None for the main branch.
         subfolder: subfolder of the directory or hub repository that contains the model; None for the root.
         tokenizer: auto, file or transformers (`load_tokenizer`).
+        load_in: 4bit or 8bit: quantise the weights while they are loaded, with bitsandbytes; None to load them as they
+            are.
         adapters: PEFT adapters to apply to the model, in addition to one in its own directory: directories or names on
             the hub.
         say: callback, called with a message before the weights of a GGUF file are dequantised.
@@ -145,6 +150,7 @@ class Loading:
     subfolder: str | None = None
     tokenizer: TokenizerKind = "auto"
     adapters: tuple[str, ...] = ()
+    load_in: LoadIn | None = None
     say: Callable[[str], None] = field(default=lambda message: None, compare=False)
 
 
@@ -192,6 +198,10 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
             f"the weights of {name} are quantised ({method}), for which transformers needs packages that are not "
             f"installed: pip install {' '.join(missing)}"
         )
+    if loading.load_in is not None:
+        if method is not None or source.gguf is not None:
+            raise InputError(f"--load-in {loading.load_in}: the weights of {name} are quantised already: leave it out")
+        require_extra("quantised", ("bitsandbytes", "accelerate"), f"--load-in {loading.load_in}")
     config.return_dict = True
     config._attn_implementation = None  # its package may be missing, and measurements compute the attention themselves
     given = {} if source.gguf is not None else {"config": config}
@@ -202,19 +212,23 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
             f"the tokenizer of {name} has only special tokens: its vocabulary is missing. Put the other tokenizer "
             "files (such as tokenizer.json) next to the weights"
         )
-    notes, declared = [], text_config(config).dtype or config.dtype
+    notes, declared, quantised = [], text_config(config).dtype or config.dtype, method or loading.load_in
     if source.gguf is not None:
         wanted = torch.float32 if wanted == "auto" else wanted
         assert isinstance(wanted, torch.dtype)
         check_memory(source.gguf, wanted, target or torch.device("cpu"))
         notes = source.gguf.notes(str(wanted).removeprefix("torch."))
         loading.say(f"dequantising {source.gguf.path.name} ({source.gguf.types[0]}), which takes a while")
-    elif wanted == "auto" and declared is not None and not quantisation(config):
+    elif wanted == "auto" and declared is not None and not quantised:
         wanted, notes = _faster_dtype(declared, target)
     load: dict[str, Any] = {"dtype": wanted, "use_safetensors": True, "output_loading_info": True}
+    if loading.load_in is not None:
+        from transformers import BitsAndBytesConfig
+
+        load["quantization_config"] = BitsAndBytesConfig(**{f"load_in_{loading.load_in}": True})
     if target is None:
         load["device_map"] = "auto"
-    elif quantisation(config):  # a quantised model cannot be moved later
+    elif quantised:  # a quantised model cannot be moved later
         load["device_map"] = {"": target}
     with without_bars() if _is_local(source.place) else nullcontext():  # downloads show their progress
         load |= source.gguf.weight_options() if source.gguf is not None else {}
