@@ -63,7 +63,8 @@ def test_weights_are_quantised_while_they_are_loaded(data_dir: Path, tmp_path: P
     folder, request = str(data_dir / "models" / "TinyStories-656K"), Request(sequences=4, length=32)
     exact = measure_model(folder, None, request)
     rough = measure_model(folder, None, request, loading=Loading(load_in=bits))
-    assert 0 < abs(rough.loss - exact.loss) < most
+    assert rough.loss == pytest.approx(exact.loss, abs=most)
+    assert rough.loss != exact.loss
     assert "the weights are quantised (bitsandbytes); dtype is that of the other weights" in rough.notes
 
 
