@@ -1,6 +1,7 @@
 """Terminal output of results and of plans: previews, estimates, and lists of experiments and interventions."""
 
 import json
+import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -28,7 +29,7 @@ from sinklab.experiments.definition import SCALES, Scale
 from sinklab.experiments.documents import JudgedClaim, Summary
 from sinklab.experiments.paper import Covered
 from sinklab.experiments.shipped import ListedExperiment, ScaleCost
-from sinklab.experiments.sweep.local import jobs_here
+from sinklab.experiments.sweep.local import cores_here, jobs_here
 from sinklab.experiments.sweep.preview import Preview
 from sinklab.measuring.answer import answer
 from sinklab.report import result_tables
@@ -49,6 +50,7 @@ from sinklab.tables import (
     Table,
     TableCell,
     TableColumn,
+    counted,
     in_brackets,
     later_sink_text,
     names,
@@ -405,6 +407,18 @@ def print_preview(ahead: Preview, console: Console) -> None:
     columns = [*names("cell", "changes"), TableColumn("done"), TableColumn("time per run")]
     print_table(Table("", columns, rows), console)
     print_text(hours_line(ahead), console)
+    if ahead.hours is not None and (busy := busy_line(os.getloadavg()[0], cores_here())):
+        print_text(busy, console)
+
+
+def busy_line(load: float, cores: int) -> str:
+    """Return a sentence on a busy machine, whose load (waiting and running processes) is half its cores or more."""
+    if load < cores / 2:
+        return ""
+    return (
+        f"this machine is busy: about {load:.1f} processes already want its {counted(cores, 'core')}, so that the runs "
+        f"may take up to {1 + load / cores:.1f} times as long"
+    )
 
 
 def print_passes(planned: Sequence[tuple[str, "Pass", range]], console: Console) -> None:
