@@ -65,7 +65,7 @@ def measured_rows(folder: Path) -> Rows:
         found["largest multiple of the median (massive activation)"] = (
             f"channel {top.dimension}, position {top.position}, after layer {top.layer}"
         )
-        found["its value, times the median"] = f"{top.value:,.0f}, {top.ratio_to_median:,.0f}"
+        found["its value (in units of the median)"] = f"{top.value:,.0f} ({top.ratio_to_median:,.0f})"
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from sinklab.commands.results import busy_line
 from sinklab.commands.terminal import RunDisplay, duration, short_duration
 from sinklab.experiments.sweep.engine import Event
 
@@ -161,3 +162,9 @@ def test_durations_are_said_as_people_say_them(seconds: float, said: str) -> Non
 )
 def test_durations_of_a_table_have_one_unit(seconds: float, said: str) -> None:
     assert short_duration(seconds) == said
+
+
+def test_a_dry_run_says_if_the_machine_is_busy() -> None:
+    assert busy_line(0.4, 2) == ""
+    assert "about 3.0 processes already want its two cores" in busy_line(3.0, 2)
+    assert "up to 2.5 times as long" in busy_line(3.0, 2)

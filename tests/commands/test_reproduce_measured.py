@@ -55,16 +55,22 @@ def test_it_leaves_measurements_a_summary_and_a_page_and_prints_the_summary(run:
     assert "<b>Mine</b>" not in page
     assert "Measured on gpt2." in page
     assert "Run at scale" not in page
-    status, out, err = run("reproduce", "mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--seeds", 2)
+    again = ("reproduce", "mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--seeds", 2)
+    status, out, err = run(*again)
     assert status == 0, err
     assert err.count("(kept)") == 4
     assert "mine in gpt2: <b>Mine</b>" in out
+    assert "Text has some" in " ".join(out.split())
+    assert len(out.splitlines()) <= 15
+    status, out, err = run(*again, "--full")
+    assert status == 0, err
     assert "2 draws of 4 sequences" in " ".join(out.split())
 
 
 def test_the_papers_models_stand_on_the_page_and_in_the_terminal_as_rows_of_their_own(run: Run) -> None:
     Path("mine.yaml").write_text(OWN + "published: {table: table_1}\n")
-    status, out, err = run("reproduce", "mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--seeds", 1)
+    call = ("reproduce", "mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--seeds", 1, "--full")
+    status, out, err = run(*call)
     assert status == 0, err
     page = Path("runs/models/gpt2/mine/report.html").read_text(encoding="utf-8")
     assert "The paper’s values by model" in page

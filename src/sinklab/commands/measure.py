@@ -157,7 +157,7 @@ def measure(
             save_report(out)
         elif not full:
             print_text("every layer: --full; pictures: --out DIR", stderr())
-        print_text(f"what a small KV cache or fewer bits would cost: sinklab assess {model} --quick", stderr())
+        print_text("what a small KV cache or fewer bits would cost: sinklab assess MODEL --quick", stderr())
 
 
 @with_options

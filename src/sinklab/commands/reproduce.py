@@ -5,6 +5,7 @@
 
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -85,6 +86,7 @@ def reproduce(
         ),
     ],
     settings: ReproduceSettings,
+    full: Annotated[bool, option(OUTPUT, "Also print every number, claim and note.")] = False,
     as_json: Json = False,
 ) -> None:
     """Run experiments: train their models or measure existing ones, and judge their claims.
@@ -98,11 +100,13 @@ def reproduce(
 
     figure_30 trains its models and fine-tunes them on conversations: --data CHATS.jsonl.
 
-    The command prints our numbers next to the paper's and the verdict of each claim, and writes summary.json and
-    report.html. Finished runs in the directory are not retrained. Concurrent commands with the same directory, also on
+    The command prints what holds and what does not, and writes summary.json and report.html, with our numbers next to
+    the paper's. Finished runs in the directory are not retrained. Concurrent commands with the same directory, also on
     several machines with a shared file system, divide the runs among themselves. After Ctrl-C, the same command
     resumes.
     """
+    from sinklab.commands.results import hours_line, print_preview, print_summary, print_verdicts
+
     found = named_experiments(names, settings)
     if found[0].requests:
         from sinklab.commands.reproducing import measure_experiments, preview_measured
@@ -111,10 +115,9 @@ def reproduce(
             preview_measured(found, settings, as_json)
             return
         with keeping_what_is_finished():
-            measure_experiments(found, settings, as_json)
+            measure_experiments(found, settings, as_json, print_summary if full else print_verdicts)
         return
     from sinklab.commands.reproducing import check_chats, look_ahead, train_experiments
-    from sinklab.commands.results import hours_line, print_preview
 
     if settings.scale is None and len(found[0].base) == 1:
         settings = settings.model_copy(update={"scale": next(iter(found[0].base))})
@@ -128,7 +131,8 @@ def reproduce(
             return
         print_text(hours_line(ahead), stderr())
     with keeping_what_is_finished():
-        train_experiments(found, settings, as_json)
+        show = partial(print_summary if full else print_verdicts, wanted=[one.id for one in found])
+        train_experiments(found, settings, as_json, lambda summary, console: show(summary, console=console))
 
 
 def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "list[Experiment]":

@@ -16,7 +16,7 @@ from rich.console import Console
 from sinklab.assessing.assess_model import assess, load_assessment
 from sinklab.assessing.settings import AssessOptions
 from sinklab.commands.options import EngineName, ReproduceSettings, print_result, save_report
-from sinklab.commands.results import print_passes, print_summary
+from sinklab.commands.results import print_passes
 from sinklab.commands.terminal import DataDisplay, JobProgress, RunDisplay, print_text, stderr
 from sinklab.data.corpora import documents
 from sinklab.data.prepare import prepared
@@ -120,11 +120,11 @@ def train_experiments(
     experiments: Sequence[Experiment],
     settings: ReproduceSettings,
     as_json: bool,
-    show: Callable[[Summary, Console], None] | None = None,
+    show: Callable[[Summary, Console], None],
 ) -> None:
     """Train the missing runs of the experiments, assess and fine-tune them if requested, and summarise all runs.
 
-    Progress, warnings and failures are printed to stderr, the summary to standard output, with `show` if it is given.
+    Progress, warnings and failures are printed to stderr, the summary to standard output, with `show`.
 
     Raises:
         InputError: if a text or directory is unusable, a chosen cell does not exist, an overlay yields an invalid
@@ -183,8 +183,7 @@ def train_experiments(
     finally:
         summary = summarised()
         summary.save(out)
-    shown = show or (lambda summary, out: print_summary(summary, now, out))
-    print_result(as_json, lambda: summary.model_dump(by_alias=True), lambda out: shown(summary, out))
+    print_result(as_json, lambda: summary.model_dump(by_alias=True), lambda out: show(summary, out))
     for run in summary.runs:
         if run.edited:
             warnings.insert(0, f"{out / run.directory} was modified after the run ended ({', '.join(run.edited)})")
@@ -249,11 +248,16 @@ def _follow_up(runs: Sequence[store.FollowUp], chats: Path | None, console: Cons
     return warnings
 
 
-def measure_experiments(experiments: Sequence[Experiment], settings: ReproduceSettings, as_json: bool) -> None:
+def measure_experiments(
+    experiments: Sequence[Experiment],
+    settings: ReproduceSettings,
+    as_json: bool,
+    show: Callable[[Summary, list[str], Console], None],
+) -> None:
     """Run the missing measurements of experiments on existing models, judge the claims, and print the summary.
 
-    Progress is printed to stderr, the summary to standard output. A single experiment is written to --out, several
-    to subfolders named by their ids; without --out, each is written to runs/models/MODEL/ID.
+    Progress is printed to stderr, the summary to standard output, with `show`. A single experiment is written to --out,
+    several to subfolders named by their ids; without --out, each is written to runs/models/MODEL/ID.
 
     Raises:
         InputError: if a model or text is missing, or a model, text, --data or output directory cannot be used.
@@ -284,11 +288,11 @@ def measure_experiments(experiments: Sequence[Experiment], settings: ReproduceSe
             done.append(found)
     written = [one.document() for one in done]
 
-    def show(out: Console) -> None:
+    def show_all(out: Console) -> None:
         for one in done:
-            print_summary(one.summary(), [one.experiment.id], out)
+            show(one.summary(), [one.experiment.id], out)
 
-    print_result(as_json, lambda: written[0] if len(written) == 1 else written, show)
+    print_result(as_json, lambda: written[0] if len(written) == 1 else written, show_all)
     for place in places.values():
         if any(place.rglob("measurement.json")):
             save_report(place)

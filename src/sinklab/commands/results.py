@@ -1,6 +1,7 @@
 """Terminal output of results and of plans: previews, estimates, and lists of experiments and interventions."""
 
 import json
+import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -28,14 +29,16 @@ from sinklab.experiments.definition import SCALES, Scale
 from sinklab.experiments.documents import JudgedClaim, Summary
 from sinklab.experiments.paper import Covered
 from sinklab.experiments.shipped import ListedExperiment, ScaleCost
-from sinklab.experiments.sweep.local import jobs_here
+from sinklab.experiments.sweep.local import cores_here, jobs_here
 from sinklab.experiments.sweep.preview import Preview
 from sinklab.measuring.answer import answer
 from sinklab.report import result_tables
 from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import ListedRun
 from sinklab.report.data import ReportData, model_label
+from sinklab.report.sections import sweep_sentences
 from sinklab.report.sweeps import (
+    Sweep,
     claims_table,
     experiment_table,
     grid_tables,
@@ -49,6 +52,7 @@ from sinklab.tables import (
     Table,
     TableCell,
     TableColumn,
+    counted,
     in_brackets,
     later_sink_text,
     names,
@@ -77,6 +81,8 @@ PROBLEMS = 20  # maximum number of problems, and of notes, listed per check
 GRADIENTS = 12
 """Number of parameters (largest gradients) that a replay lists."""
 VERDICT = 16, 30  # maximum width of a verdict, on consoles of less than 100 columns, and of 100 or more
+FEW = 8
+"""Maximum number of cells in the short table of an experiment."""
 SHARES = ("acc", "exact_match")
 """Prefixes of the names of task metrics that are shown in percent."""
 
@@ -130,6 +136,26 @@ def print_summary(summary: Summary, wanted: Iterable[str], console: Console) -> 
             print_claims(claims, console)
     if subjects := subjects_of_claims([claim for name in wanted for claim in summary.claims_of(name)]):
         print_text(subjects, console)
+
+
+def print_verdicts(summary: Summary, wanted: Iterable[str], console: Console) -> None:
+    """Print what holds in the experiments with these ids; for one experiment of few cells, also Sink_1 of each cell.
+
+    An experiment without Sink_1 has its first quantity in the table.
+    """
+    experiments = {name: summary.experiments[name] for name in wanted}
+    claims = [claim for name in experiments for claim in summary.claims_of(name)]
+    if len(experiments) == 1:
+        [(name, experiment)] = experiments.items()
+        place = f" {'at' if experiment.scale in SCALES else 'in'} {experiment.scale}" if experiment.scale else ""
+        print_title(f"{name}{place}: {experiment.title}", console)
+        cells, main = summary.cells_of(name), [one for one in experiment.columns if one == "sink_1"]
+        shown = experiment.model_copy(update={"columns": main or experiment.columns[:1]})
+        if len(cells) <= FEW:
+            print_table(replace(experiment_table(shown, cells), notes=()), console)
+    of_wanted = summary.model_copy(update={"experiments": experiments, "claims": claims})
+    for sentence in sweep_sentences(Sweep(Path(), of_wanted, Path())):
+        console.print(printable(sentence), markup=False, highlight=False)
 
 
 def print_assessment(assessment: "Assessment", console: Console, full: bool = False) -> None:
@@ -414,6 +440,18 @@ def print_preview(ahead: Preview, console: Console) -> None:
     columns = [*names("cell", "changes"), TableColumn("done"), TableColumn("time per run")]
     print_table(Table("", columns, rows), console)
     print_text(hours_line(ahead), console)
+    if ahead.hours is not None and (busy := busy_line(os.getloadavg()[0], cores_here())):
+        print_text(busy, console)
+
+
+def busy_line(load: float, cores: int) -> str:
+    """Return a sentence on a busy machine, whose load (waiting and running processes) is half its cores or more."""
+    if load < cores / 2:
+        return ""
+    return (
+        f"this machine is busy: about {load:.1f} processes already want its {counted(cores, 'core')}, so that the runs "
+        f"may take up to {1 + load / cores:.1f} times as long"
+    )
 
 
 def print_passes(planned: Sequence[tuple[str, "Pass", range]], console: Console) -> None:

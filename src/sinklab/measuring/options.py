@@ -125,7 +125,7 @@ class Options(CommandSettings, frozen=True):
     explore: bool = Field(
         default=False,
         description="Also save every head's attention map of the first sequence for the report: first 128 tokens, one "
-        "byte per entry, at most 1,000 heads (select heads with --map).",
+        "byte per entry, at most 1,000 heads (select heads with --map); up to 400 heads, --out is enough.",
     )
     gradients: bool = Field(
         default=False,

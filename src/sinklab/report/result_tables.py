@@ -166,8 +166,9 @@ def _main_numbers(m: Measurement) -> Table:
     """Make the table of the numbers of the first token that a reader looks at first."""
     heads_LH = m.importance[:, :, 0]
     layer, head = divmod(int(heads_LH.argmax()), m.heads)
+    scores = ", by scores over their sum (proxy)" if m.proxy else ""
     rows: list[list[Value]] = [
-        [SINK_1, f"{m.sink_rate[0]:.1f} %", f"of heads give it more than {m.eps:g} of attention"],
+        [SINK_1, f"{m.sink_rate[0]:.1f} %", f"of heads give it over {m.eps:g} (eps) of attention{scores}"],
         ["strongest head", f"{heads_LH.max():.2f}", f"of the attention of layer {layer + 1}, head {head + 1}"],
     ]
     norms = m.hidden_norm_ratio or [math.inf]
@@ -184,8 +185,8 @@ def _main_numbers(m: Measurement) -> Table:
         where = f"channel {top.dimension}" + (f" of position {top.position}" if top.position > 1 else "")
         rows.append(["largest activation", f"{top.ratio_to_median:,.0f} x", f"the median of its block ({where})"])
     if m.loss is not None:
-        bits = "" if m.bits_per_byte is None else f"; {m.bits_per_byte:.3f} bits per byte of text"
-        rows.append(["loss", f"{m.loss:.3f}", f"nats per token{bits}"])
+        bits = "" if m.bits_per_byte is None else f"; {m.bits_per_byte:.3f} bits per byte"
+        rows.append(["loss", f"{m.loss:.3f}", f"nats (-log p) per token{bits}"])
     heading = "BOS, the first token" if m.bos else "The first token"
     return Table("", [TableColumn(heading, text=True), TableColumn(""), TableColumn("", text=True)], rows)
 
