@@ -69,6 +69,7 @@ NOT_RUN = {
     "train 1b --dry-run": "needs several processes: tests/train",
     "data prepare hf:": "needs the network",
     "train 60m --set ": "days, and a corpus from the network",
+    "parity ": "needs a server: tests/assessing/test_parity.py",
     "reproduce main_results --packed ": "nine core-hours: tests/experiments",
     "reproduce all --scale ": "hundreds of runs, two of them on a cluster: tests/experiments",
 }
