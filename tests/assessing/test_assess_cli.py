@@ -81,7 +81,9 @@ def test_settings_are_compared_with_the_tolerance_and_the_smallest_safe_one_is_r
     assert "keys and values in 2 bits" in [one.name for one in looser.recommended()]
     stricter = found.model_copy(update={"tolerance": 0.001})
     assert [one.verdict for one in stricter.recommended()] == ["not safe"] * len(stricter.recommended())
-    assert stricter.recommendation()[0].startswith("Nothing safe was found")
+    assert stricter.recommendation()[0].startswith(
+        "No setting was safe for KV cache (at best keys and values in 4 bits, +0.020), "
+    )
 
 
 def test_a_page_is_written_and_the_tolerance_can_change_without_a_new_assessment(

@@ -53,7 +53,7 @@ def test_an_assessment_begins_with_the_recommendation_and_folds_every_change(tmp
     html = write_report([folder]).read_text(encoding="utf-8")
     text = Page(html).text
     parts = [
-        "Nothing safe was found",
+        "No setting was safe for KV cache",
         "Loss added by each setting",
         "safe up to +0.01 nats per token",
         "Can the model stream without the sink?",

@@ -59,7 +59,7 @@ class JudgedSetting:
     verdict: str
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.added:+.3f})"
+        return f"{self.name} ({self.added:+z.3f})"
 
 
 class Assessment(VersionedDocument):
@@ -127,9 +127,9 @@ class Assessment(VersionedDocument):
         return ((part.question, row) for part in self.results.values() for row in part.rows() if row.answer)
 
     def settings(self) -> list[JudgedSetting]:
-        """Return the settings of the finished parts, compared with the tolerance."""
+        """Return the settings of the finished parts, compared with the tolerance; those of the KV cache come first."""
         found = []
-        for part in self.results.values():
+        for part in sorted(self.results.values(), key=lambda part: part.name != "kv_cache"):
             for row in part.rows() if part.setting else ():
                 if row.answer and row.effect is not None and row.added is not None:
                     error = row.effect.error
@@ -155,8 +155,8 @@ class Assessment(VersionedDocument):
         limit = f"at most {self.tolerance:+g} nats per token"
         if safe := [str(one) for one in chosen if one.verdict == SAFE]:
             sentences.append(f"Safe ({limit}): {', '.join(safe)}.")
-        if least := [f"{one.kind} {one.name} ({one.added:+.3f})" for one in chosen if one.verdict != SAFE]:
-            sentences.append(f"Nothing safe was found, and the smallest loss is: {', '.join(least)}.")
+        if least := [f"{one.kind} (at best {one.name}, {one.added:+z.3f})" for one in chosen if one.verdict != SAFE]:
+            sentences.append(f"No setting was safe for {', '.join(least)}.")
         if unsafe := self.unsafe():
             sentences.append(f"Not safe: {', '.join(unsafe)}.")
         return sentences

@@ -325,6 +325,8 @@ def settings_figure(document: Assessment, of: str, number: int) -> Figure | None
     ]
     least = document.tolerance or TOLERANCE
     far = max(abs(one.added) for one in settings) > FAR * least
+    low = min(0.0, *(row["added_low"] for row in rows))
+    high = max(document.tolerance, *(row["added_high"] for row in rows))
     powers = [least * 10**power for power in range(8) if least * 10**power <= max(abs(one.added) for one in settings)]
     added = PlotAxis(
         LOSS_ADDED,
@@ -334,7 +336,8 @@ def settings_figure(document: Assessment, of: str, number: int) -> Figure | None
         constant=least,
         format="+~g",
         precision="+.4f",
-        ticks=[*(-power for power in reversed(powers)), 0, *powers] if far else None,
+        ticks=[*(-power for power in reversed(powers) if power <= -low), 0, *powers] if far else None,
+        domain=(1.05 * low, 1.05 * high),
     )
     names = PlotAxis("", "setting", order=[row["setting"] for row in rows])
     shown: Any = {"reference": document.tolerance, "bars": VERDICT_COLOURS, "tips": [("kind", "kind", "")]}

@@ -191,8 +191,13 @@ def lead(data: ReportData) -> list[str]:
     """
     several = len(data.assessed) > 1
     answers = [
-        (f"{model_label(one.model)}: " if several else "") + " ".join(one.recommendation() or one.answer())
+        sentence
         for one in data.assessed
+        for sentence in (
+            [f"{model_label(one.model)}: {' '.join(one.recommendation() or one.answer())}"]
+            if several
+            else one.recommendation() or one.answer()
+        )
     ]
     alone = len(data.measured) == len(data.runs) == 1 and not data.runs[0].trained
     measured = answer(data.measured[0][1]) if alone else []
