@@ -259,7 +259,7 @@ def test_a_server_without_log_probabilities_is_refused_with_its_answers(models: 
     ("args", "sentence"),
     [
         (["localhost:8000"], "http://localhost:8000/v1"),
-        (["http://127.0.0.1:9"], "cannot reach http://127.0.0.1:9"),
+        (["http://127.0.0.1:9"], "error: cannot reach http://127.0.0.1:9"),
         (["http://127.0.0.1:99999"], "cannot reach"),
         (["http://127.0.0.1:9", "--api-key-env", "NOT_SET"], "NOT_SET"),
         (["http://127.0.0.1:9", "--length", "3"], "--length"),

@@ -34,7 +34,8 @@ def llama_server(file: Path) -> Iterator[str]:
             printed.append(line)
             if "running on" in line:
                 break
-        assert process.poll() is None, "".join(printed)
+        else:
+            raise AssertionError(f"llama-cpp-python did not start:\n{''.join(printed)}")
         Thread(target=process.stderr.read, daemon=True).start()  # so that it can go on printing
         yield f"http://127.0.0.1:{port}/v1"
     finally:

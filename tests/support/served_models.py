@@ -17,11 +17,10 @@ WINDOW = 16
 KEY = "secret"
 CONFIGS: dict[str, Callable[..., Any]] = {
     "gpt-oss": lambda **sizes: hf.GptOssConfig(
-        **sizes,
+        **({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} | sizes),
         num_local_experts=2,
-        num_experts_per_tok=1,
+        num_experts_per_tok=2,  # all of them, so that rounding sends no token to another one
         sliding_window=WINDOW,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
     "gemma2": lambda **sizes: hf.Gemma2Config(
         **sizes, sliding_window=WINDOW, attn_logit_softcapping=3.0, query_pre_attn_scalar=8
@@ -32,10 +31,10 @@ CONFIGS: dict[str, Callable[..., Any]] = {
 }
 
 
-def saved_model(folder: Path, family: str, *, bos: bool = True) -> Path:
-    """A random model with sharp attention, and a tokenizer that may put <s> first."""
+def saved_model(folder: Path, family: str, *, bos: bool = True, **changed: Any) -> Path:
+    """A random model with sharp attention, its config possibly changed, and a tokenizer that may put <s> first."""
     tokenizer: Any = hf.AutoTokenizer.from_pretrained(tiny_model(folder, bos=bos))
-    sizes = GROUPED | {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    sizes = GROUPED | {"vocab_size": len(tokenizer), "max_position_embeddings": 512} | changed
     torch.manual_seed(0)
     model: Any = hf.AutoModelForCausalLM.from_config(CONFIGS[family](**sizes), attn_implementation="eager")
     with torch.no_grad():

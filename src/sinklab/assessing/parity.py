@@ -17,7 +17,8 @@ The verdict is the model with the fewest alterations whose d is at most twice (`
 model as configured and its d exceeds the tolerance, the server differs from all. The tolerance is three times
 (`ROUNDINGS`) the rounding: d between the model here and itself in bfloat16, that is under autocast, with the LM head,
 and with the input x of every block rounded, after a perturbation x (1 + eps n / 4) with n normal, which rounds
-differently also if the weights are in bfloat16.
+differently also if the weights are in bfloat16. It is the mean of four perturbations (`DRAWS`), since rounding sends a
+few tokens to other experts of a mixture.
 """
 
 import itertools
@@ -25,6 +26,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,6 +55,7 @@ AS_CONFIGURED, DIFFERS, SPLIT = "as configured", "differs from all", "tokenised 
 SINKS, WINDOW, SOFTCAP = "no sink logits", "no window", "no softcap"
 NEARER = 2.0
 ROUNDINGS = 3.0
+DRAWS = 4
 LEAST_TOLERANCE = 1e-4
 TOKENS = 512
 BEYOND_WINDOW = 1.5  # default length in windows
@@ -334,7 +337,7 @@ class _Reader:
         self.adapter, self.ids = model.adapter, ids
         self.bos = tuple(model.special)
         self._other_bos = () if self.bos else model.bos_ids[:1]
-        self._kept = dict[tuple[_Variant, bool], Tensor]()
+        self._kept = dict[tuple[_Variant, int], Tensor]()
         self._fixed = self.adapter.inseparable()
         self.notes = [f"only BOS is altered: {self._fixed}"] if self._fixed else []
         features = _Features(set())
@@ -386,8 +389,8 @@ class _Reader:
         """
         at_S, tokens_S, log_ps = zip(*(one for one in scored if one[0] >= 1), strict=True)
         log_p_S = torch.tensor(log_ps, dtype=torch.float64)
-        here_S, rounded_S = (self._log_p(_Variant(self.bos), at_S, tokens_S, rounded) for rounded in (False, True))
-        rounding = float((rounded_S - here_S).abs().mean())
+        here_S, *rounded = (self._log_p(_Variant(self.bos), at_S, tokens_S, draw) for draw in range(1 + DRAWS))
+        rounding = float((torch.stack(rounded) - here_S).abs().mean())
         limit = max(ROUNDINGS * rounding, LEAST_TOLERANCE) if tolerance is None else tolerance
         position_S = torch.tensor(at_S) + 1
         beyond_S = position_S + len(self.bos) - 1 > (self.window or math.inf)
@@ -451,11 +454,15 @@ class _Reader:
         same_number = scores.length in (None, *(n + count * bos for count in range(3)))
         return same_number and known == self.ids[n - len(known) :]
 
-    def _log_p(self, variant: _Variant, at_S: Sequence[int], tokens_S: Sequence[int], rounded: bool = False) -> Tensor:
-        """Return log p of tokens, given the prefix of the variant and the first `at` tokens of the text: float64."""
+    def _log_p(self, variant: _Variant, at_S: Sequence[int], tokens_S: Sequence[int], draw: int = 0) -> Tensor:
+        """Return log p of tokens, given the prefix of the variant and the first `at` tokens of the text: float64.
+
+        Args:
+            draw: number of the perturbation for a model in bfloat16; 0 for the model as it is.
+        """
         device = self.adapter.device
-        with evaluating(self.adapter.module), _bfloat16(device) if rounded else nullcontext():
-            states_SE = self._states(variant, rounded=rounded)[torch.tensor(at_S) + len(variant.prefix) - 1]
+        with evaluating(self.adapter.module), _bfloat16(device) if draw else nullcontext():
+            states_SE = self._states(variant, draw=draw)[torch.tensor(at_S) + len(variant.prefix) - 1]
             rows = max(1, LOGITS_AT_ONCE // self.adapter.logits(states_SE[:1]).shape[-1])
             parts = []
             for x_RE, tokens_R in zip(states_SE.split(rows), torch.tensor(tokens_S).split(rows), strict=True):
@@ -463,26 +470,26 @@ class _Reader:
                 parts.append((logits_RV.gather(1, tokens_R[:, None].to(device))[:, 0] - logits_RV.logsumexp(1)).cpu())
         return torch.cat(parts)
 
-    def _states(self, variant: _Variant, change: Change | None = None, *, rounded: bool = False) -> Tensor:
+    def _states(self, variant: _Variant, change: Change | None = None, *, draw: int = 0) -> Tensor:
         """Return the inputs of the LM head (T, E) for the prefix of the variant and the text.
 
         Args:
             change: function that reads or changes the attention calls; None for the changes of the variant.
         """
-        if (found := self._kept.get((variant, rounded))) is not None:
+        if (found := self._kept.get((variant, draw))) is not None:
             return found
         tokens_1T = torch.tensor([[*variant.prefix, *self.ids]], device=self.adapter.device)
         module, change = self.adapter.module, change or variant.change
         attention = evaluating(module) if self._fixed else changed_attention(self.adapter, change)
-        rounding = _bfloat16(self.adapter.device) if rounded else nullcontext()
-        with attention, rounding, replaced_inputs(self.adapter.blocks if rounded else (), _rounded):
+        rounding = _bfloat16(self.adapter.device) if draw else nullcontext()
+        with attention, rounding, replaced_inputs(self.adapter.blocks if draw else (), partial(_rounded, draw)):
             states_TE = self.adapter.hidden(tokens_1T)[0]
-        return self._kept.setdefault((variant, rounded), states_TE)
+        return self._kept.setdefault((variant, draw), states_TE)
 
 
-def _rounded(index: int, x: Tensor) -> Tensor:
+def _rounded(draw: int, index: int, x: Tensor) -> Tensor:
     """Round the input of block `index` to bfloat16, after a perturbation."""
-    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(index)).to(x)
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(2**16 * draw + index)).to(x)
     return (x * (1 + torch.finfo(torch.bfloat16).eps / 4 * noise)).bfloat16().to(x.dtype)
 
 

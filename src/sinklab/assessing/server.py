@@ -92,6 +92,8 @@ class Server:
             try:
                 if found := way(prompt):
                     return found
+            except InputError:  # a ValueError
+                raise
             except _RefusedError as error:
                 failures.append(str(error))
             except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -141,6 +143,8 @@ class Server:
     def _first_model(self) -> str:
         try:
             return str(self._ask("/v1/models")["data"][0]["id"])
+        except InputError:
+            raise
         except (_RefusedError, KeyError, IndexError, TypeError, ValueError) as error:
             raise InputError(
                 f"{self.root}/v1/models does not name a model ({error}): check the address, or pass --served-name"
