@@ -15,9 +15,10 @@ from tiny_models import tiny_model
 
 WINDOW = 16
 KEY = "secret"
+ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 CONFIGS: dict[str, Callable[..., Any]] = {
     "gpt-oss": lambda **sizes: hf.GptOssConfig(
-        **({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} | sizes),
+        **(ROPE | sizes),
         num_local_experts=2,
         num_experts_per_tok=2,  # all of them, so that rounding sends no token to another one
         sliding_window=WINDOW,
