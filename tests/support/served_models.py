@@ -17,7 +17,7 @@ WINDOW = 16
 KEY = "secret"
 CONFIGS: dict[str, Callable[..., Any]] = {
     "gpt-oss": lambda **sizes: hf.GptOssConfig(
-        **({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} | sizes),
+        **dict[str, Any]({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} | sizes),
         num_local_experts=2,
         num_experts_per_tok=2,  # all of them, so that rounding sends no token to another one
         sliding_window=WINDOW,
