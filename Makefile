@@ -46,7 +46,7 @@ test-browser: $(STAMP)
 test-extras: $(EXTRAS)/.installed
 	$(EXTRAS)/bin/pytest tests/train/test_track.py tests/data/test_data_corpora.py tests/measuring/test_measure_placed.py tests/measuring/test_measure_gguf.py \
 		tests/measuring/test_measure_frames.py tests/measuring/test_monitor.py tests/models/test_models_as_held.py tests/tuning tests/evaluating tests/assessing/test_assess_kv_formats.py \
-		tests/assessing/test_parity_llama_cpp.py
+		tests/assessing/test_parity_llama_cpp.py tests/assessing/test_parity_vllm.py
 
 test-real: $(EXTRAS)/.installed
 	$(EXTRAS)/bin/pytest -m real
