@@ -36,7 +36,6 @@ from sinklab.report import result_tables
 from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import ListedRun
 from sinklab.report.data import ReportData, model_label
-from sinklab.report.sections import sweep_sentences
 from sinklab.report.sweeps import (
     Sweep,
     claims_table,
@@ -143,6 +142,8 @@ def print_verdicts(summary: Summary, wanted: Iterable[str], console: Console) ->
 
     An experiment without Sink_1 has its first quantity in the table.
     """
+    from sinklab.report.sections import sweep_sentences  # which loads the chart libraries
+
     experiments = {name: summary.experiments[name] for name in wanted}
     claims = [claim for name in experiments for claim in summary.claims_of(name)]
     if len(experiments) == 1:
