@@ -164,7 +164,7 @@ def print_assessment(assessment: "Assessment", console: Console, full: bool = Fa
     settings = assessment.settings()
     if settings:
         print_table(result_tables.settings_table(assessment, settings if full else assessment.recommended()), console)
-    unsafe = [f"Not safe: {', '.join(assessment.unsafe())}."] if assessment.unsafe() else []
+    unsafe = [f"Not safe: {'; '.join(assessment.unsafe())}."] if assessment.unsafe() else []
     console.print(" ".join([*unsafe, *assessment.answer()]), markup=False, highlight=False)
     if assessment.asked.get("quick") and not full:
         print_notes(assessment.notes[:1], console)
