@@ -511,13 +511,13 @@ def print_plan(plan: "TrainingPlan", console: Console) -> None:
         "steps": f"{plan.steps:,}",
         "tokens": f"{plan.tokens:,}, {plan.tokens_per_step:,} per step",
         "FLOPs": f"{plan.flops_per_step:.3g} per step, {per_token:.3g} per token",
-        **{f"  {name}": f"{part / plan.flops.total:.0%}" for name, part in asdict(plan.flops).items()},
+        **{f"FLOPs of {name}": f"{100 * part / plan.flops.total:.0f} %" for name, part in asdict(plan.flops).items()},
         **{f"{name} per process, roughly": f"{size / MB:,.0f} MB" for name, size in plan.memory.items()},
     }
     if plan.hours_at_peak is not None:
         rows["time at the GPU's peak FLOP/s"] = f"{plan.hours_at_peak:.1f} hours"
     title = f"{plan.name} on {plan.processes} x {plan.device}"
-    print_table(Table(title, names("", ""), list(rows.items())), console)
+    print_table(Table(title, names("quantity", "value"), list(rows.items())), console)
 
 
 def print_estimate(found: "Estimate", console: Console) -> None:
