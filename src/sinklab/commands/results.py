@@ -269,12 +269,15 @@ def print_end(directory: Path, recipe: "Recipe", console: Console) -> None:
         if last.tokens is not None:
             shown = {"tokens": f"{last.tokens:,}", **shown}
         if last.largest_norm_ratio is not None:
-            shown["norm ratio"] = f"{last.largest_norm_ratio:.1f}, maximum over blocks"
+            shown["norm ratio of the first token"] = f"{last.largest_norm_ratio:.1f}, maximum over blocks"
         title = f"{recipe.name}, step {last.step:,} of {recipe.train.steps:,}"
-        print_table(Table(title, names("", ""), [*shown.items()]), console)
+        print_table(Table(title, names("quantity", "value"), [*shown.items()]), console)
     where = shlex.quote(str(directory))
     print_text(f"in {directory}:", console)
-    doing = {f"sinklab measure {where} --text FILE": "another text", f"sinklab report {where}": "charts"}
+    doing = {
+        f"sinklab measure {where} --text FILE": "another text",
+        f"sinklab report {where}": "charts; with further runs, a comparison",
+    }
     if recipe.schedule.shape == "flat":
         doing[f"the same command with --set train.steps={2 * recipe.train.steps} --out {where}"] = "train for longer"
     width = max(map(len, doing))
