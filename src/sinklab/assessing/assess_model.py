@@ -156,7 +156,7 @@ class Assessment(VersionedDocument):
         if safe := [str(one) for one in chosen if one.verdict == SAFE]:
             sentences.append(f"Safe ({limit}): {'; '.join(safe)}.")
         if least := [
-            f"{one.kind} (at best {one.name}, {one.added:+z.3f}: {one.verdict})"
+            f"{one.kind} (at best {one.name}, {one.added:+z.3f}{f', {UNDECIDED}' if one.verdict == UNDECIDED else ''})"
             for one in chosen
             if one.verdict != SAFE
         ]:
