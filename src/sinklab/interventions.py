@@ -273,7 +273,7 @@ def _value(member: Schema) -> str:
         return "[" + ", ".join(inner) + (", .." if "items" in member else "") + "]"
     form = "," if member["type"] == "integer" else "g"
     bounds = [f"{sign} {member[name]:{form}}" for name, sign in BOUNDS.items() if name in member]
-    return " ".join([TYPES[member["type"]], *bounds])
+    return " ".join([TYPES[member["type"]], " and ".join(bounds)]).rstrip()
 
 
 def _written(value: Any) -> str:

@@ -74,15 +74,19 @@ def test_settings_are_compared_with_the_tolerance_and_the_smallest_safe_one_is_r
     verdicts = {one.name: one.verdict for one in found.settings() if one.kind == "KV cache"}
     assert verdicts == {"keys and values in 4 bits": "safe", "keys and values in 2 bits": "undecided"}
     assert "keys and values in 4 bits" in [one.name for one in found.recommended()]
+    cache[0]["everything"]["error"] = 0.03
+    unclear = Assessment.model_validate({**document, "tolerance": 0.015})
+    assert "KV cache (at best keys and values in 4 bits, +0.020, undecided)" in " ".join(unclear.recommendation())
+    cache[0]["everything"]["error"] = 0.0
     cache[1]["everything"]["error"] = 0.005
     found = Assessment.model_validate({**document, "tolerance": 0.025})
-    assert "Not safe: keys and values in 2 bits (+0.040)" in " ".join(found.recommendation())
+    assert "Not safe: keys and values in 2 bits (KV cache, +0.040)" in " ".join(found.recommendation())
     looser = found.model_copy(update={"tolerance": 0.05})
     assert "keys and values in 2 bits" in [one.name for one in looser.recommended()]
     stricter = found.model_copy(update={"tolerance": 0.001})
     assert [one.verdict for one in stricter.recommended()] == ["not safe"] * len(stricter.recommended())
     assert stricter.recommendation()[0].startswith(
-        "No setting was safe for KV cache (at best keys and values in 4 bits, +0.020), "
+        "No setting was safe for KV cache (at best keys and values in 4 bits, +0.020); "
     )
 
 

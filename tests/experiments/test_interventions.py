@@ -111,9 +111,9 @@ def test_the_catalogue_explains_every_row() -> None:
 
 def test_the_catalogue_gives_the_bounds_of_each_type_that_a_value_may_have() -> None:
     rows = {row.key: row for row in catalogue()}
-    assert rows["model.attention.operation.lambda_init"].values == "depth | number > 0 < 1"
+    assert rows["model.attention.operation.lambda_init"].values == "depth | number > 0 and < 1"
     assert rows["optim.clip"].values == "number > 0 | null"
-    assert rows["model.attention.bias.count"].values == "integer >= 1 <= 10,000,000"
+    assert rows["model.attention.bias.count"].values == "integer >= 1 and <= 10,000,000"
 
 
 def test_every_key_of_the_model_is_an_intervention_or_said_not_to_be() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sinklab.data.corpora import default_text
 from sinklab.errors import InputError
 from sinklab.measuring.inputs import (
     DocumentEncoder,
@@ -54,6 +55,8 @@ def test_too_little_text_says_how_much_is_usable_and_what_to_do(tmp_path: Path) 
     text = _jsonl(tmp_path / "a.jsonl", "abcdef", "no", "ghijk")
     with pytest.raises(InputError, match=r"2 of its 3 documents have 4 tokens.*lower --sequences to 2"):
         natural_tokens(text, _letters, sequences=9, length=4)
+    with pytest.raises(InputError, match=r"sinklab's text gives 0 usable sequences.*, or pass yours with --text"):
+        natural_tokens(default_text(), _letters, sequences=2, length=1000)
 
 
 def test_a_folder_of_documents_and_plain_text_does_not_count_pieces_as_documents(tmp_path: Path) -> None:

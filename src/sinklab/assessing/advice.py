@@ -180,8 +180,9 @@ def first_tokens(streaming: Streaming, tolerance: float) -> tuple[int | None, De
     unclear = any(is_undecided(gap, error, tolerance) for gap, error in tried)
     listed = ", ".join(f"{k}: {max(gap for gap, _ in gaps[k]):+.3f}" for k in counts if k != most)
     evidence = (
-        f"loss above that with {most} kept, by tokens kept: {listed} (largest of the caches, {streaming.sequences} x "
-        f"{streaming.length:,} tokens, standard errors up to {max(error for _, error in tried):.3f})"
+        f"loss (nats per token) above that with {most} kept, by tokens kept: {listed} (largest of the caches, "
+        f"{streaming.sequences} x {streaming.length:,} tokens, "
+        f"standard errors up to {max(error for _, error in tried):.3f})"
     )
     question = "first tokens that must stay in the cache"
     if unclear:
@@ -227,7 +228,7 @@ def _format(formats: KVFormats, tolerance: float, part: str, question: str) -> D
     ordered = sorted(formats.formats, key=lambda one: _bits(one, part))
     added = {one.name: effects[one.name].loss - formats.unchanged.loss for one in ordered}
     shown = ", ".join(f"{name} {loss:+.3f}" for name, loss in added.items())
-    evidence = f"added loss: {shown}"
+    evidence = f"added loss (nats per token): {shown}"
     if (name := smallest_format(formats, tolerance, part)) is None:
         return Decision(question, "16 bits", f"{evidence}; none is within the tolerance")
     if (error := effects[name].error) is not None and error > tolerance:
@@ -241,9 +242,11 @@ def _layers(formats: KVFormats, tolerance: float) -> tuple[list[int], Decision]:
     rows = [one for one in formats.layers if one.name == name]
     costly = [one for one in rows if one.everything.kl > tolerance]
     top = sorted(rows, key=lambda one: -one.everything.kl)[:3]
-    listed = ", ".join(f"layer {one.layer} KL {one.everything.kl:.4f} ({one.share:.0%} due to the sink)" for one in top)
+    listed = ", ".join(
+        f"layer {one.layer} KL {one.everything.kl:.4f} ({100 * one.share:.0f} % due to the sink)" for one in top
+    )
     answer = ", ".join(str(one.layer) for one in costly) or "none"
-    evidence = f"each layer alone in {name}; costliest: {listed}"
+    evidence = f"each layer alone in {name}; costliest: {listed} (layers from 1; vLLM counts them from 0)"
     return [one.layer for one in costly], Decision("layers whose cache must not be rounded", answer, evidence)
 
 

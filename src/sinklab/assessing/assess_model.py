@@ -59,7 +59,7 @@ class JudgedSetting:
     verdict: str
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.added:+z.3f})"
+        return f"{self.name} ({self.kind}, {self.added:+z.3f})"
 
 
 class Assessment(VersionedDocument):
@@ -154,11 +154,15 @@ class Assessment(VersionedDocument):
         chosen, sentences = self.recommended(), []
         limit = f"at most {self.tolerance:+g} nats per token"
         if safe := [str(one) for one in chosen if one.verdict == SAFE]:
-            sentences.append(f"Safe ({limit}): {', '.join(safe)}.")
-        if least := [f"{one.kind} (at best {one.name}, {one.added:+z.3f})" for one in chosen if one.verdict != SAFE]:
-            sentences.append(f"No setting was safe for {', '.join(least)}.")
+            sentences.append(f"Safe ({limit}): {'; '.join(safe)}.")
+        if least := [
+            f"{one.kind} (at best {one.name}, {one.added:+z.3f}{f', {UNDECIDED}' if one.verdict == UNDECIDED else ''})"
+            for one in chosen
+            if one.verdict != SAFE
+        ]:
+            sentences.append(f"No setting was safe for {'; '.join(least)}.")
         if unsafe := self.unsafe():
-            sentences.append(f"Not safe: {', '.join(unsafe)}.")
+            sentences.append(f"Not safe: {'; '.join(unsafe)}.")
         return sentences
 
     def unsafe(self) -> list[str]:

@@ -86,9 +86,9 @@ class AssessOptions(CommandSettings, frozen=True):
     quick: bool = Field(
         default=False,
         exclude_if=lambda quick: not quick,
-        description="Only streaming, quantisation, eviction, prompt_cache and kv_cache, with fewer settings, on 512 "
-        "tokens (streaming: 1,024): under 3 minutes for 135 M parameters on 2 CPU cores. Explicit options take "
-        "precedence.",
+        description="Fewer settings, on 512 tokens (streaming: 1,024); in `assess` only streaming, quantisation, "
+        "eviction, prompt_cache and kv_cache: under 3 minutes for 135 M parameters on 2 CPU cores. Explicit options "
+        "take precedence.",
     )
     sequences: Annotated[int | None, Flag(panel=INPUT)] = Field(
         default=None,
@@ -110,7 +110,8 @@ class AssessOptions(CommandSettings, frozen=True):
         default=(), description="Keys in the rolling cache; repeatable; default: 1/16 and 1/4 of --stream-length."
     )
     kept: Annotated[Several[Annotated[int, Field(ge=0)]], Flag("--keep")] = Field(
-        default=(), description="First tokens kept in the rolling cache; repeatable; default: 0, 1, 2, 4."
+        default=(),
+        description="First tokens kept in the rolling cache; repeatable; default: 0, 1, 2, 4, in `advise` also 8, 16.",
     )
     positions: Annotated[Placed | None, Flag(metavar="PLACE")] = Field(
         default=None, description="Key positions in streaming: cache or text; default: cache if the model supports it."

@@ -5,6 +5,7 @@ ranks.
 """
 
 import errno
+import logging
 import os
 import sys
 from dataclasses import asdict
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from sinklab.data.loader import Mix
 
 INACCESSIBLE = (errno.EACCES, errno.EPERM, errno.ELOOP)
+NOISY = ("torchao", "torch.utils._pytree")  # warn of kernels for other GPUs when transformers imports torchao
 NO_HOME = "Could not determine home directory."  # pathlib, for ~name
 SHOWN = 80  # characters shown of a path that is too long
 _KEPT = "interrupted; finished work is saved. Run the same command again to resume."
@@ -126,6 +128,8 @@ data_app = typer.Typer(cls=PlainGroup, help="Prepare text for training.", no_arg
 
 def main() -> None:
     """Run the command line and exit with its status; expected errors are printed to stderr without a traceback."""
+    for library in NOISY:
+        logging.getLogger(library).setLevel(logging.ERROR)
     end(app)
 
 

@@ -248,7 +248,7 @@ def assess(
     out: Annotated[
         Path | None, option(OUTPUT, "Directory for assessment.json and report.html; the same command resumes.")
     ] = None,
-    full: Annotated[bool, option(OUTPUT, "Also print the notes and every intervention.")] = False,
+    full: Annotated[bool, option(OUTPUT, "Also print every setting, every loss and the notes.")] = False,
     as_json: Json = False,
 ) -> None:
     """Assess how small a KV cache, and how few bits, a model can be served with, and what its sink has to do with it.
@@ -271,8 +271,8 @@ def assess(
     run_job(work, f"reading {model} and the text", as_json, show, resumes=out is not None)
     if out is not None:
         save_report(out)
-    elif not full:
-        print_text("every number: --full; pictures: --out DIR", stderr())
+    if not full:
+        print_text("every setting: --full" + ("; pictures: --out DIR" if out is None else ""), stderr())
 
 
 @with_options

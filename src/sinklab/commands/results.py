@@ -165,7 +165,7 @@ def print_assessment(assessment: "Assessment", console: Console, full: bool = Fa
     settings = assessment.settings()
     if settings:
         print_table(result_tables.settings_table(assessment, settings if full else assessment.recommended()), console)
-    unsafe = [f"Not safe: {', '.join(assessment.unsafe())}."] if assessment.unsafe() else []
+    unsafe = [f"Not safe: {'; '.join(assessment.unsafe())}."] if assessment.unsafe() else []
     console.print(" ".join([*unsafe, *assessment.answer()]), markup=False, highlight=False)
     if assessment.asked.get("quick") and not full:
         print_notes(assessment.notes[:1], console)
@@ -270,12 +270,15 @@ def print_end(directory: Path, recipe: "Recipe", console: Console) -> None:
         if last.tokens is not None:
             shown = {"tokens": f"{last.tokens:,}", **shown}
         if last.largest_norm_ratio is not None:
-            shown["norm ratio"] = f"{last.largest_norm_ratio:.1f}, maximum over blocks"
+            shown["norm ratio of the first token"] = f"{last.largest_norm_ratio:.1f}, maximum over blocks"
         title = f"{recipe.name}, step {last.step:,} of {recipe.train.steps:,}"
-        print_table(Table(title, names("", ""), [*shown.items()]), console)
+        print_table(Table(title, names("quantity", "value"), [*shown.items()]), console)
     where = shlex.quote(str(directory))
     print_text(f"in {directory}:", console)
-    doing = {f"sinklab measure {where} --text FILE": "another text", f"sinklab report {where}": "charts"}
+    doing = {
+        f"sinklab measure {where} --text FILE": "another text",
+        f"sinklab report {where}": "charts; with further runs, a comparison",
+    }
     if recipe.schedule.shape == "flat":
         doing[f"the same command with --set train.steps={2 * recipe.train.steps} --out {where}"] = "train for longer"
     width = max(map(len, doing))
@@ -512,13 +515,13 @@ def print_plan(plan: "TrainingPlan", console: Console) -> None:
         "steps": f"{plan.steps:,}",
         "tokens": f"{plan.tokens:,}, {plan.tokens_per_step:,} per step",
         "FLOPs": f"{plan.flops_per_step:.3g} per step, {per_token:.3g} per token",
-        **{f"  {name}": f"{part / plan.flops.total:.0%}" for name, part in asdict(plan.flops).items()},
+        **{f"FLOPs of {name}": f"{100 * part / plan.flops.total:.0f} %" for name, part in asdict(plan.flops).items()},
         **{f"{name} per process, roughly": f"{size / MB:,.0f} MB" for name, size in plan.memory.items()},
     }
     if plan.hours_at_peak is not None:
         rows["time at the GPU's peak FLOP/s"] = f"{plan.hours_at_peak:.1f} hours"
     title = f"{plan.name} on {plan.processes} x {plan.device}"
-    print_table(Table(title, names("", ""), list(rows.items())), console)
+    print_table(Table(title, names("quantity", "value"), list(rows.items())), console)
 
 
 def print_estimate(found: "Estimate", console: Console) -> None:

@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinklab.data.corpora import documents
+from sinklab.data.corpora import default_text, documents
 from sinklab.data.textfiles import (
     ChatText,
     ReadCounts,
@@ -160,9 +160,10 @@ def natural_text(
         found, counted = len(rows), cutter.documents and not cutter.pieces
         usable = f"of its {cutter.documents} documents" if counted else "pieces"
         less = f"lower --sequences to {found}, " if found else ""
+        name, more = (text, "use more text") if text != default_text() else ("sinklab's text", "pass yours with --text")
         raise InputError(
-            f"{text} gives {found} usable sequences, and {sequences} are needed: {found} {usable} have "
-            f"{cutter.body} tokens of text; {less}lower --length, or use more text"
+            f"{name} gives {found} usable sequences, and {sequences} are needed: {found} {usable} have "
+            f"{cutter.body} tokens of text; {less}lower --length, or {more}"
         )
     return rows
 
