@@ -92,7 +92,7 @@ def test_the_page_of_one_model_is_called_by_its_name_and_begins_with_four_tiles(
     tiles = html[html.index('<dl class="tiles">') : html.index("</dl>")]
     assert re.findall(r"<dt>(.*?)</dt>", tiles) == ["Sink rate", "Layers", "Sink on", "Streaming"]
     assert "<b>BOS</b>" in tiles
-    assert "run sinklab assess Small-1M --quick" in tiles
+    assert "run sinklab assess MODEL --quick" in tiles
     make_assessment(folder / "assessed", model="/models/Small-1M")
     assert "<b>+0.50 nats</b>" in write_report([folder]).read_text(encoding="utf-8")
     make_measurement(tmp_path / "m2", model="/models/Other")

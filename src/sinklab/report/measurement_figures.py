@@ -28,7 +28,7 @@ from sinklab.measuring.statistics.statistic_base import BucketLines, Heatmap, Pl
 from sinklab.report import charts, html
 from sinklab.report import html as theme
 from sinklab.report.charts import ChartRows, ColourScale, Drawing, Figure
-from sinklab.report.data import ReportData, ReportedRun, averaged, by_layer, model_label
+from sinklab.report.data import ReportData, ReportedRun, averaged, by_layer
 from sinklab.report.result_tables import layers_table, mixing_table, secondary_table
 from sinklab.tables import NO_SINK, SINK_1, PlotAxis, Table, TableColumn, counted, names
 
@@ -379,7 +379,7 @@ def tiles(data: ReportData) -> list[Tile]:
         about = f"without BOS, {without.sink_rate_after:.1f} % of heads"
     lost = [part for found in data.assessed for part in found.results.values() if part.name == "streaming"]
     costs = [row.added for part in lost for row in part.rows() if row.lost and row.added is not None]
-    streams = Tile("Streaming", "not assessed", f"run sinklab assess {model_label(one.model)} --quick")
+    streams = Tile("Streaming", "not assessed", "run sinklab assess MODEL --quick")
     if costs:
         streams = Tile("Streaming", f"{max(costs):+.2f} nats", "loss per token without the first tokens in the cache")
     return [
