@@ -64,7 +64,6 @@ NOT_RUN = {
     "reproduce figure_30 ": "needs the extra sft: tests/experiments/test_sweep_tuned.py",
     "train RECIPE --track ": "needs the extra track: tests/train/test_track.py",
     "measure MODEL --text FILE --out DIR --revision ": "needs the network",
-    "measure MODEL --text FILE --out DIR --device map": "needs the extra quantised: test_measure_placed.py",
     "measure EleutherAI/": "needs the network",
     "train 1b --dry-run": "needs several processes: tests/train",
     "data prepare hf:": "needs the network",

@@ -21,7 +21,9 @@ ALONE = {  # those that transformers knows: the default, also under what does no
         ["softmax", "bos", "fixed_token", "random_tokens", "init_torch", "multi_query"], "LlamaForCausalLM"
     ),
     **dict.fromkeys(["weight_decay_half", "sgd", "muon", "schedule_flat", "schedule_wsd"], "LlamaForCausalLM"),
-    **dict.fromkeys(["hidden_z", "tweo", "norm_single", "embedding_projected", "outlier_safe"], "LlamaForCausalLM"),
+    **dict.fromkeys(
+        ["hidden_z", "tweo", "norm_single", "embedding_projected", "outlier_safe", "ortho_adam"], "LlamaForCausalLM"
+    ),
     "heads_1": "LlamaForCausalLM",
     "sink_logit": "GraniteSWAForCausalLM",
     "off_by_one": "GraniteSWAForCausalLM",

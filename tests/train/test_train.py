@@ -97,6 +97,17 @@ def test_a_run_that_lost_its_last_updates_repeats_them(dataset: TokenDataset, tm
     assert_same_run(tmp_path / "whole", tmp_path / "lost")
 
 
+def test_a_checkpoint_that_a_killed_process_had_not_removed_is_removed(dataset: TokenDataset, tmp_path: Path) -> None:
+    train(dataset, tmp_path, recipe(), stop_at=8)
+    folder = tmp_path / "checkpoints"
+    (newest,) = list(folder.iterdir())[-1:]
+    for step in (1, 2, 3):
+        shutil.copytree(newest, folder / f"step_{step:08d}")
+    keep = recipe().train.keep
+    train(dataset, tmp_path, recipe(), stop_at=8)
+    assert len([*folder.iterdir()]) == keep
+
+
 def test_a_finished_run_is_not_trained_again(dataset: TokenDataset, tmp_path: Path) -> None:
     train(dataset, tmp_path, recipe())
     before = contents(tmp_path)[1]

@@ -117,6 +117,12 @@ def save_checkpoint(
     return target
 
 
+def remove_earlier(checkpoint: Path, keep: int) -> None:
+    """Remove checkpoints before a valid one beyond `keep`, which a killed process had not removed yet."""
+    for path in [path for path in _checkpoints(checkpoint.parent) if path <= checkpoint][:-keep]:
+        _remove(path)
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove partial checkpoints, which a killed process was writing or deleting. The caller must hold the lock."""
     for leftover in folder.glob(".step_*"):

@@ -24,6 +24,7 @@ from sinklab.train.checkpoint import (
     TrainState,
     find_checkpoint,
     load_checkpoint,
+    remove_earlier,
     remove_leftovers,
     save_checkpoint,
     step_of,
@@ -259,6 +260,7 @@ class Trainer:
         world.only_first(lambda: remove_leftovers(run.checkpoints))
         checkpoint = world.from_first(self._newest_checkpoint)
         if checkpoint is not None:
+            world.only_first(lambda: remove_earlier(checkpoint, self.recipe.train.keep))
             self.updater.state = load_checkpoint(checkpoint, self.model, self.optimizer, world)
         self._unevaluated = self.state.step if world.from_first(self._resume_history) else None
         if self.state.step % self.recipe.train.eval_every == 0 and self._unevaluated is None:
