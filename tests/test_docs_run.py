@@ -63,7 +63,6 @@ NOT_RUN = {
     "sft ": "needs the extra sft: tests/tuning",
     "reproduce figure_30 ": "needs the extra sft: tests/experiments/test_sweep_tuned.py",
     "train RECIPE --track ": "needs the extra track: tests/train/test_track.py",
-    "measure MODEL --text FILE --out DIR --revision ": "needs the network",
     "measure EleutherAI/": "needs the network",
     "train 1b --dry-run": "needs several processes: tests/train",
     "data prepare hf:": "needs the network",
