@@ -1,46 +1,28 @@
 """A server of another project, llama-cpp-python with llama.cpp, which serves a .gguf file. `pip install
 llama-cpp-python[server]` compiles it, some 15 minutes on two cores; without it, these tests are skipped."""
 
-import socket
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
-from served_models import saved_model
+from served_models import saved_model, started
 from tiny_gguf import as_gguf, llama, needed, windowed_as_gguf
 from tiny_models import text_file
 
 from sinklab.assessing.parity import AS_CONFIGURED, DIFFERS, Parity, compare_server
 
 
-@contextmanager
-def llama_server(file: Path) -> Iterator[str]:
+def llama_server(file: Path) -> AbstractContextManager[str]:
     """Serve a .gguf file on the loopback."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = {"model": file, "host": "127.0.0.1", "port": port, "logits_all": "true", "n_ctx": 128, "n_threads": 1}
-    args = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    process = subprocess.Popen([sys.executable, "-m", "llama_cpp.server", *args], stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        printed = list[str]()
-        for line in process.stderr:
-            printed.append(line)
-            if "running on" in line:
-                break
-        else:
-            raise AssertionError(f"llama-cpp-python did not start:\n{''.join(printed)}")
-        Thread(target=process.stderr.read, daemon=True).start()  # so that it can go on printing
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        process.terminate()
-        process.wait()
+
+    def command(port: int) -> list[str]:
+        options = {"model": file, "host": "127.0.0.1", "port": port, "logits_all": "true", "n_ctx": 128, "n_threads": 1}
+        words = (word for name, value in options.items() for word in (f"--{name}", str(value)))
+        return [sys.executable, "-m", "llama_cpp.server", *words]
+
+    return started(command, "running on")
 
 
 @pytest.fixture(autouse=True)

@@ -3,16 +3,12 @@ It starts in 40 seconds per test."""
 
 import json
 import os
-import socket
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
-from served_models import WINDOW, saved_model
+from served_models import WINDOW, saved_model, started
 from tiny_models import text_file
 
 from sinklab.assessing.parity import AS_CONFIGURED, compare_server
@@ -27,39 +23,16 @@ GPT_OSS: dict[str, Any] = {"max_position_embeddings": 2**17, "rope_parameters": 
 pytestmark = pytest.mark.skipif(VLLM is None, reason="needs vLLM: set SINKLAB_VLLM to its command")
 
 
-@contextmanager
-def vllm_server(model: Path, *options: str) -> Iterator[str]:
+def vllm_server(model: Path, *options: str) -> AbstractContextManager[str]:
     """Serve a model directory on the loopback."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    args = ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512", "--enforce-eager", *options]
     small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | small
-    process = subprocess.Popen(
-        [str(VLLM), "serve", str(model), *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-    )
-    assert process.stdout is not None
-    try:
-        printed = list[str]()
-        for line in process.stdout:
-            printed.append(line)
-            if "startup complete" in line:
-                break
-        else:
-            raise AssertionError(f"vLLM did not start:\n{''.join(printed)}")
-        Thread(target=process.stdout.read, daemon=True).start()  # so that it can go on printing
-        while process.poll() is None:  # it listens a moment later
-            with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
-                break
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        process.terminate()
-        process.wait()
+
+    def command(port: int) -> list[str]:
+        args = ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512", "--enforce-eager", *options]
+        return [str(VLLM), "serve", str(model), *args]
+
+    return started(command, "startup complete", environment)
 
 
 @pytest.mark.parametrize(

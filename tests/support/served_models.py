@@ -1,9 +1,12 @@
 """Servers on the loopback that compute the log-probabilities of a transformers model, in the forms of real servers."""
 
 import json
+import os
+import socket
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,34 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     "mistral": lambda **sizes: hf.MistralConfig(**sizes, sliding_window=WINDOW),
     "llama": lambda **sizes: hf.LlamaConfig(**sizes),
 }
+
+
+@contextmanager
+def started(command: Callable[[int], list[str]], ready: str, env: dict[str, str] | None = None) -> Iterator[str]:
+    """Run the command of a server for a free port, and yield its address once it has printed `ready` and listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        command(port), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**(env or os.environ)}
+    )
+    assert process.stdout is not None
+    try:
+        printed = list[str]()
+        for line in process.stdout:
+            printed.append(line)
+            if ready in line:
+                break
+        else:
+            raise AssertionError(f"the server did not start:\n{''.join(printed)}")
+        threading.Thread(target=process.stdout.read, daemon=True).start()  # so that it can go on printing
+        while process.poll() is None:  # it listens a moment later
+            with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+                break
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def saved_model(folder: Path, family: str, *, bos: bool = True, **changed: Any) -> Path:

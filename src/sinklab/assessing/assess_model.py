@@ -366,8 +366,7 @@ def _so_far(
         **settings.model_dump(mode="json"),
         **({HELD_OUT: True} if given is None else {}),
         **({"presses": {name: repr(press) for name, press in presses.items()}} if presses else {}),
-        "dtype": model.loading.dtype,
-        **({"load_in": model.loading.load_in} if model.loading.load_in else {}),
+        **model.loading.precision,
     }
     new = Assessment(
         model=model.name,

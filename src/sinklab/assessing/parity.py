@@ -160,7 +160,7 @@ class Parity(VersionedDocument):
 
     @property
     def as_configured(self) -> bool:
-        """Whether the server serves the model as configured, up to rounding."""
+        """Whether the server's log-probabilities are those of the model as configured, up to rounding."""
         return self.verdict == AS_CONFIGURED
 
     def sentence(self) -> str:

@@ -354,8 +354,7 @@ def _evaluate(
     ledger: Ledger[DownstreamScores],
     observe: Observer,
 ) -> DownstreamScores:
-    decided = {"model": model.name, "files": model.files, "commit": model.commit, "dtype": model.loading.dtype}
-    decided |= {"load_in": model.loading.load_in} if model.loading.load_in else {}
+    decided = {"model": model.name, "files": model.files, "commit": model.commit, **model.loading.precision}
     notes = [*model.notes]
     if model.step is not None:
         notes.append(f"the run was evaluated at step {model.step}, as {type(model.module).__name__}")

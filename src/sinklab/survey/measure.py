@@ -301,9 +301,8 @@ class Item:
         place, loading = Path(self.model), self.loading
         if self.step is not None:
             place = place / "checkpoints" / f"step_{self.step:08d}"
-        loaded = {"revision": loading.revision, "dtype": loading.dtype}
+        loaded = {"revision": loading.revision, **loading.precision}
         loaded |= {} if loading.tokenizer == "auto" else {"tokenizer": loading.tokenizer}
-        loaded |= {} if loading.load_in is None else {"load_in": loading.load_in}
         named = {"model": name_in_results(self.model, loading.subfolder), FILES: model_files(place)}
         return json.loads(
             json.dumps({**named, "text": self.text_hash, **loaded, **self.request.document(), **self.more})

@@ -153,6 +153,11 @@ class Loading:
     load_in: LoadIn | None = None
     say: Callable[[str], None] = field(default=lambda message: None, compare=False)
 
+    @property
+    def precision(self) -> dict[str, str]:
+        """The settings that determine the rounding of the weights, as they are stored with results."""
+        return {"dtype": self.dtype} | ({} if self.load_in is None else {"load_in": self.load_in})
+
 
 AS_IT_IS = Loading()
 

@@ -85,7 +85,7 @@ def read_pressed(adapter: Adapter, tokens_NT: Tensor, press: Press, prompt: int,
 def with_first_keys(press: Any, first: int, prompt: int, *, kept: bool) -> Press | None:
     """Return a copy of a press that keeps the first keys of a prompt, or drops them, by their scores.
 
-    None if neither the press nor the one that it contains has scores.
+    None if the press does not score keys: neither it nor a press that it wraps has a method `score`.
 
     Raises:
         InputError: in the forward pass of a prompt, if the press scores only some of its keys at a time.
