@@ -1,9 +1,11 @@
 """Commands on models: `sinklab measure` and `compare`, and the resumable jobs `assess`, `eval` and `sft`.
 
-The commands import slow modules when called.
+The commands import shlex
+import slow modules when called.
 """
 
 import os
+import shlex
 from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
@@ -157,7 +159,7 @@ def measure(
             save_report(out)
         elif not full:
             print_text("every layer: --full; pictures: --out DIR", stderr())
-        print_text("what a small KV cache or fewer bits would cost: sinklab assess MODEL --quick", stderr())
+        print_text(f"the cost of a small KV cache or fewer bits: sinklab assess {shlex.quote(model)} --quick", stderr())
 
 
 @with_options

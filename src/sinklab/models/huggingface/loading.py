@@ -136,10 +136,8 @@ class Loading:
         revision: branch, tag or commit on the hub; None for the main branch.
         subfolder: subfolder of the directory or hub repository that contains the model; None for the root.
         tokenizer: auto, file or transformers (`load_tokenizer`).
-        load_in: 4bit or 8bit: quantise the weights while they are loaded, with bitsandbytes; None to load them as they
-            are.
-        adapters: PEFT adapters to apply to the model, in addition to one in its own directory: directories or names on
-            the hub.
+        load_in: 4bit or 8bit, in which bitsandbytes quantises the weights while they are loaded; None for neither.
+        adapters: directories or hub names of PEFT adapters to apply, in addition to one in the model's directory.
         say: callback, called with a message before the weights of a GGUF file are dequantised.
     """
 
@@ -155,7 +153,7 @@ class Loading:
 
     @property
     def precision(self) -> dict[str, str]:
-        """The settings that determine the rounding of the weights, as they are stored with results."""
+        """The settings of the weights' rounding, as they are stored with results."""
         return {"dtype": self.dtype} | ({} if self.load_in is None else {"load_in": self.load_in})
 
 
