@@ -24,6 +24,10 @@ def _metric(name: str) -> Callable[[Row], Value]:
     return read
 
 
+def _added(name: str) -> Callable[[Row], Value]:
+    return lambda row: row[2].get(name)
+
+
 COLUMNS: dict[str, tuple[TableColumn, Callable[[Row], Value]]] = {
     "model": (TableColumn("model", text=True), lambda row: row[0].cell),
     "revision": (TableColumn("revision", text=True), lambda row: row[1].commit or row[1].revision or ""),
@@ -40,14 +44,8 @@ COLUMNS: dict[str, tuple[TableColumn, Callable[[Row], Value]]] = {
     "value_norm_ratio": (TableColumn("value norm ratio", form=".2f"), _metric("value_norm_ratio")),
     "activation_ratio": (TableColumn("largest activation over median", form=",.0f"), _metric("activation_ratio")),
     "loss": (TableColumn("loss, nats", form=".3f"), lambda row: row[1].loss),
-    "streaming_added": (
-        TableColumn("streaming, no first token kept, nats", form="+.3f"),
-        lambda row: row[2].get("streaming_added"),
-    ),
-    "streaming_kept_added": (
-        TableColumn("first tokens kept", form="+.3f"),
-        lambda row: row[2].get("streaming_kept_added"),
-    ),
+    "streaming_added": (TableColumn("streaming, no first token kept, nats", form="+.3f"), _added("streaming_added")),
+    "streaming_kept_added": (TableColumn("first tokens kept", form="+.3f"), _added("streaming_kept_added")),
     "sinklab": (TableColumn("sinklab", text=True), lambda row: str(row[0].env.get("sinklab", ""))),
 }
 """Columns: name in .csv files, then column of the .md file and how it is read. docs/measuring.md explains them."""
