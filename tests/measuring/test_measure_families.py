@@ -212,8 +212,6 @@ def test_the_loss_of_a_model_in_float64_is_exact() -> None:
 
 
 def test_layers_with_different_numbers_of_heads_are_recorded_one_by_one() -> None:
-    if not hasattr(hf, "LagunaConfig"):
-        pytest.skip("this version of transformers has no Laguna")
     experts: dict[str, Any] = {"num_experts": 2, "num_experts_per_tok": 1}
     config = hf.LagunaConfig(**GROUPED, **experts, num_attention_heads_per_layer=[4, 2])
     model: Any = hf.AutoModelForCausalLM.from_config(config).eval()

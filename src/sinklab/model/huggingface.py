@@ -206,7 +206,7 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """Return the arguments of `forward` in `generate`: the tokens not cached yet, cache, mask and options.
 
-        `generate` passes mask and options only to a parameter named `kwargs` (transformers 5.17 to 5.24).
+        `generate` passes mask and options only to a parameter named `kwargs` (transformers 5.21 to 5.24).
 
         Raises:
             InputError: if a sequence is padded on the right, because it cannot be continued.

@@ -50,7 +50,7 @@ class Family:
         convertible: `from_llama` can convert the weights to a sinklab transformer.
         alibi: all models of this type use ALiBi.
         alibi_twice: eager attention adds ALiBi twice, because the mask already contains it. The default, fused
-            attention, adds it once (transformers 5.17 to 5.24).
+            attention, adds it once (transformers 5.21 to 5.24).
         true_hides: True in a boolean attention mask means masked out.
         local_layers: config field with the kind of each layer, "global" or "local". Local layers have a sliding window
             that the mask does not contain; the config field `window_size` is its width. None without such layers.
