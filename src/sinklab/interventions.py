@@ -77,6 +77,7 @@ VARIANTS: dict[str, Variant] = {
     ),
     "pattern_nope": _model(pattern={"every": 2, "position": "none"}),
     "gate_head": _model(gate="head"),
+    "gate_channels": _model(gate={"kind": "head", "channels": 12}),
     "gate_element": _model(gate="element"),
     "gate_value": _model(gate="value"),
     "v_scale": _model(gate="v_scale"),

@@ -78,13 +78,15 @@ def test_summed_heads_are_the_sum_of_the_heads_through_one_matrix() -> None:
     assert_close(out, expected)
 
 
-@pytest.mark.parametrize(("gate", "numbers"), [("head", 1), ("element", 8)])
-def test_an_output_gate_scales_heads_by_a_sigmoid_of_the_layers_input(gate: str, numbers: int) -> None:
+@pytest.mark.parametrize(
+    ("gate", "read", "numbers"), [("head", 32, 1), ({"kind": "head", "channels": 5}, 5, 1), ("element", 32, 8)]
+)
+def test_an_output_gate_scales_heads_by_a_sigmoid_of_the_layers_input(gate: Any, read: int, numbers: int) -> None:
     gating = attention(gate=gate).output_gate
     assert isinstance(gating, OutputGating)
     x, out = random(2, 10, 32), random(2, 4, 10, 8)
     with torch.no_grad():
-        opened = torch.sigmoid(x @ gating.linear.weight.T).view(2, 10, 4, numbers).transpose(1, 2)
+        opened = torch.sigmoid(x[..., :read] @ gating.linear.weight.T).view(2, 10, 4, numbers).transpose(1, 2)
         torch.testing.assert_close(gating(out, x), out * opened)
 
 

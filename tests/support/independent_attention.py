@@ -80,7 +80,8 @@ def attention(
             w = of_head(own["attention.head_norm.weight"], model["norm"]["head_norm"], h, H)
             out = rms_norm(out, w, model["norm"]["eps"])
         if gate == "head":
-            out = out * torch.sigmoid(x @ own["attention.output_gate.linear.weight"][h]).unsqueeze(-1)
+            w = own["attention.output_gate.linear.weight"][h]
+            out = out * torch.sigmoid(x[..., : len(w)] @ w).unsqueeze(-1)
         if gate == "element":
             out = out * torch.sigmoid(x @ own["attention.output_gate.linear.weight"][h * d : (h + 1) * d].T)
         outs.append(out)

@@ -223,7 +223,9 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
                 "softcap": rng.choice([None, None, rng.uniform(0.5, 4.0)]),
                 "backend": cell.get("backend") or rng.choice(["auto", "auto", "chunked", "eager", "sdpa"]),
             },
-            "gate": rng.choice(["none", "none", "head", "element", "value", "v_scale"]),
+            "gate": rng.choice(
+                ["none", "none", "head", "element", "value", "v_scale", {"kind": "head", "channels": 3}]
+            ),
             "head_outputs": rng.choice(["concat", "concat", "sum"]),
             "init": rng.choice(["declared", "torch"]),
             "exclusive": cell.get("exclusive", rng.random() < 0.3),

@@ -242,19 +242,21 @@ class Attention(nn.Module):
         self.q_norm = norm_of_heads(norm.qk_norm, self.heads, self.key_width, norm.eps, of_query)
         self.k_norm = norm_of_heads(norm.qk_norm, self.key_heads, self.key_width, norm.eps, parts)
         self.head_norm = norm_of_heads(norm.head_norm, self.heads, value_width, norm.eps)
-        gate = config.gate.kind
+        gate = config.gate
         self.value_gate: ValueGating | ValueScaling | None = None
-        if gate == "value":
+        if gate.kind == "value":
             self.value_gate = ValueGating(self.key_heads, value_width)
-        elif gate == "v_scale":
+        elif gate.kind == "v_scale":
             gain = 2 / 5 if config.init.kind == "declared" else 1 / 3  # d_in times the variance of linear weights
             self.value_gate = ValueScaling(self.key_heads, value_width * gain)
         self.value_residual = None
         if layer > 1 and not isinstance(config.value_residual, NoValueResidual):
             self.value_residual = ValueMixing(config.value_residual)
         self.output_gate = None
-        if gate in ("head", "element"):
-            self.output_gate = OutputGating(config.width, self.heads, value_width if gate == "element" else 1)
+        if gate.kind == "head":
+            self.output_gate = OutputGating(gate.channels or config.width, self.heads, 1)
+        elif gate.kind == "element":
+            self.output_gate = OutputGating(config.width, self.heads, value_width)
         self.forget_gate = operation.forget_gate(config.width, self.heads)
         self.weight_gate = operation.weight_gate(config.width, self.heads)
         score = None if term is None else term.score

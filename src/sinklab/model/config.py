@@ -40,6 +40,7 @@ from sinklab.model.position import Distance, Position, Rotary
 from sinklab.model.values import (
     FullProjection,
     Gate,
+    HeadGate,
     LatentProjection,
     LatentSizes,
     NoGate,
@@ -229,6 +230,8 @@ class ModelConfig(Part):
                 f"the prefix mask's length {self.shared_tokens} is above context {self.context}: reduce "
                 "the length, because no targets are left"
             )
+        if isinstance(self.gate, HeadGate) and (self.gate.channels or 0) > self.width:
+            raise ValueError(f"gate.channels {self.gate.channels} exceeds width {self.width}: reduce it")
         self._check_latent()
         self._check_mixer()
         self.attention.check_fit(self.query_width, isinstance(self.position, Distance))

@@ -74,6 +74,8 @@ from sinklab.model.norm import HeadNorm
 from sinklab.model.position import rotate
 from sinklab.schema import LARGEST, Part
 
+Width = Annotated[int | None, Field(ge=1, le=LARGEST)]
+
 
 class NoValueResidual(Part):
     """No value residual."""
@@ -163,6 +165,9 @@ class HeadGate(Part):
     """Scalar output gate o_th sigmoid(x_t w_h): one number per head and query."""
 
     kind: Literal["head"] = "head"
+    channels: Width = Field(
+        default=None, description="number of channels of x_t that the gate reads, the first ones; null: all"
+    )
 
 
 class ElementGate(Part):
@@ -190,6 +195,7 @@ class OutputGating(nn.Module):
     """Multiplies the attention output by the sigmoid of a linear projection of the layer's input.
 
     Args:
+        width: number of channels of the input that are read, the first ones.
         head_width: number of gates per head: the value dimension, or 1.
     """
 
@@ -201,7 +207,8 @@ class OutputGating(nn.Module):
     def gates(self, x_BLE: Tensor) -> Tensor:
         """Compute the gates, between 0 and 1: shape (B, H, L, D), or (B, H, L, 1) with one gate per head."""
         B, L, _ = x_BLE.shape
-        return torch.sigmoid(self.linear(x_BLE).view(B, L, self.heads, -1).transpose(1, 2))
+        gates_BLO = self.linear(x_BLE[..., : self.linear.in_features])
+        return torch.sigmoid(gates_BLO.view(B, L, self.heads, -1).transpose(1, 2))
 
     def forward(self, out_BHLD: Tensor, x_BLE: Tensor) -> Tensor:
         return out_BHLD * self.gates(x_BLE)
@@ -246,9 +253,6 @@ class ValueScaling(nn.Module):
 
     def forward(self, v_BGLD: Tensor) -> Tensor:
         return v_BGLD * self.gates(v_BGLD).to(v_BGLD.dtype)
-
-
-Width = Annotated[int | None, Field(ge=1, le=LARGEST)]
 
 
 class FullProjection(Part):

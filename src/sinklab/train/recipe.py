@@ -200,6 +200,7 @@ NEUTRAL_VALUES: dict[str, object] = {
     "model.attention.bias.start": None,
     "model.attention.bias.count": 1,
     "model.attention.operation.shift": "none",
+    "model.gate.channels": None,
     "model.exclusive": False,
     "model.projection": {"kind": "full"},
     "model.mixer": {"kind": "attention"},
