@@ -335,7 +335,7 @@ def text_or_default(model: str, text: Path | Tensor | None) -> Path | Tensor | N
     return default_text() if text is None and not is_run(model) else text
 
 
-def open_separable(model: str | Model, loading: Loading, length: int) -> Model:
+def open_separable(model: str | Model, loading: Loading, length: int = 0) -> Model:
     """Load a model that is not open yet (`length` as in `open_model`), and check that its attention can be edited.
 
     Raises:

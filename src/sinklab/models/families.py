@@ -284,7 +284,8 @@ def rotary_parameters(config: "PretrainedConfig") -> list[dict[str, Any]]:
 
 def context_limit(config: "PretrainedConfig") -> int | None:
     """Return `max_position_embeddings`; with linear, dynamic or yarn RoPE, the scaled context if that is longer."""
-    context = original = getattr(text_config(config), "max_position_embeddings", None)
+    context: Any = getattr(text_config(config), "max_position_embeddings", None)
+    original = context
     if not context or context < 0:  # -1 in XLNet: no limit
         return None
     for rope in rotary_parameters(config):
