@@ -448,7 +448,7 @@ def _explain(error: ValidationError, origin: str) -> str:
             kinds = [kind for one in members(field) if key in one.get("properties", ()) for kind in _kinds(one)]
             if kinds and (tag := _discriminator(field)):
                 reason += f". It is a key of {', '.join(kinds)}: set {'.'.join([*above, tag])} too"
-            elif near := [f"{section}.{key}" for section, node in sections if _field(node, key)]:
+            elif near := [f"{section}.{key}" for section, node in sections if _field(node, str(key))]:
                 reason += f". Did you mean {' or '.join(near)}?"
         elif item["type"] == "union_tag_invalid" and "ctx" in item:
             tag, kinds = (item["ctx"][part].replace("'", "") for part in ("discriminator", "expected_tags"))
