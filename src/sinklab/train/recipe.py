@@ -465,11 +465,12 @@ def _explain(error: ValidationError, origin: str) -> str:
             allowed = here.get("properties", ())
             reason = f"unknown key; allowed here: {', '.join(allowed)}" if allowed else "unknown key"
             field = reduce(lambda node, key: _field(node, key) or {}, above, recipe_schema())
-            kinds = [
-                kind for one in members(field) if item["loc"][-1] in one.get("properties", ()) for kind in _kinds(one)
-            ]
+            key, sections = item["loc"][-1], recipe_schema()["properties"].items()
+            kinds = [kind for one in members(field) if key in one.get("properties", ()) for kind in _kinds(one)]
             if kinds and (tag := _discriminator(field)):
                 reason += f". It is a key of {', '.join(kinds)}: set {'.'.join([*above, tag])} too"
+            elif near := [f"{section}.{key}" for section, node in sections if _field(node, str(key))]:
+                reason += f". Did you mean {' or '.join(near)}?"
         elif item["type"] == "union_tag_invalid" and "ctx" in item:
             tag, kinds = (item["ctx"][part].replace("'", "") for part in ("discriminator", "expected_tags"))
             reason = f"unknown {tag} {item['ctx']['tag']!r}; allowed here: {kinds}"

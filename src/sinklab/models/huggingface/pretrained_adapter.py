@@ -136,16 +136,7 @@ class HuggingFaceAdapter:
 
     @property
     def limit(self) -> int | None:
-        """`max_position_embeddings`; with linear, dynamic or yarn RoPE, the scaled context if that is longer."""
-        text = text_config(self.module.config)
-        context = getattr(text, "max_position_embeddings", None)
-        if not context or context < 0:  # -1 in XLNet: no limit
-            return None
-        for rope in families.rotary_parameters(self.module.config):
-            if rope.get("rope_type") in ("linear", "dynamic", "yarn"):
-                original = rope.get("original_max_position_embeddings") or text.max_position_embeddings
-                context = max(context, int(original * (rope.get("factor") or 1)))
-        return context
+        return families.context_limit(self.module.config)
 
     def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
         """Check token ids and sequence length, and that all `lengths` can be measured in one forward pass.
