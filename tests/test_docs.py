@@ -1,5 +1,6 @@
 """Every command that the README and the docs show is one that sinklab takes, with options that it has."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 import sinklab
 from sinklab.commands.app import app
+from sinklab.commands.results import UNCHANGED
 from sinklab.settings import PANELS
 
 ROOT = Path(sinklab.__file__).parents[2]
@@ -97,3 +99,14 @@ def test_the_readme_is_short() -> None:
     text = PAGES[0].read_text(encoding="utf-8")
     assert len(text.split()) <= 650
     assert all(len(table.splitlines()) <= 12 for table in re.findall(r"(?:^\|.*\n)+", text, re.M))
+
+
+@pytest.mark.parametrize(("recipe", "folder"), [("tiny", "archive/tiny"), ("laptop", "laptop")])
+def test_the_numbers_at_the_end_of_training_are_those_of_the_results(recipe: str, folder: str) -> None:
+    summary = json.loads((ROOT / "results" / folder / "summary.json").read_text(encoding="utf-8"))
+    seeds = {name: summary["cells"]["softmax"]["values"][name]["seeds"] for name in ("valid_loss", "sink_1")}
+    loss, rate = ([min(values), max(values)] for values in seeds.values())
+    expected = (
+        f"loss {loss[0]:.2f} to {loss[1]:.2f}, Sink_1 {rate[0]:.0f} to {rate[1]:.0f} % ({len(seeds['sink_1'])} seeds)"
+    )
+    assert expected == UNCHANGED[recipe]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -218,12 +219,19 @@ def test_lab_trains_six_models_and_judges_them(run: Run, text: Path, tmp_path: P
     assert ".;" not in re.sub(r"<script.*?</script>|<style.*?</style>", "", page, flags=re.DOTALL)
 
 
-def test_prepared_data_can_be_trained_on(run: Run, text: Path, tmp_path: Path) -> None:
+def test_prepared_data_can_be_trained_on_and_the_end_says_how_to_compare(run: Run, text: Path, tmp_path: Path) -> None:
     status, out, err = run("data", "prepare", text, "--tokenizer", "train:300", "--out", "tokens")
     assert status == 0, err
     assert "training" in out
-    status, _, err = run("train", "tiny", *settings(tmp_path / "tokens"), "--out", "one")
+    status, out, err = run("train", "tiny", *settings(tmp_path / "tokens", "model.gate=head"), "--out", "one")
     assert status == 0, err
+    assert len(out.splitlines()) <= 15
+    for command in re.findall("^  sinklab (.*)", out, re.MULTILINE):
+        status, _, err = run(*shlex.split(command))
+        assert status == 0, err
+    assert (tmp_path / "one" / "report.html").is_file()
+    recipes = [(tmp_path / name / "recipe.yaml").read_text() for name in ("one", "one-unchanged")]
+    assert [("kind: head" in recipe, "width: 32" in recipe) for recipe in recipes] == [(True, True), (False, True)]
 
 
 @pytest.mark.parametrize(

@@ -168,5 +168,5 @@ def test_a_run_evaluates_it(tmp_path: Path) -> None:
     assert last.largest_norm_ratio == max(after["hidden_norm_ratio"])
     numbers = read_numbers(out)
     assert (numbers.value("norm_untrained"), numbers.value("norm_lowest")) == (None, last.largest_norm_ratio)
-    assert "norm ratio" in text_of(print_end, out, recipe)
+    assert "largest norm" in text_of(print_end, out, recipe)
     write_report([out], tmp_path / "report.html")

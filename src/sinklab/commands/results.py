@@ -31,11 +31,12 @@ from sinklab.experiments.paper import Covered
 from sinklab.experiments.shipped import ListedExperiment, ScaleCost
 from sinklab.experiments.sweep.local import cores_here, jobs_here
 from sinklab.experiments.sweep.preview import Preview
+from sinklab.interventions import NOT_INTERVENTIONS
 from sinklab.measuring.answer import answer
 from sinklab.report import result_tables
 from sinklab.report.cells import cells_table, headline
 from sinklab.report.collect import ListedRun
-from sinklab.report.data import ReportData, model_label
+from sinklab.report.data import ReportData, model_label, recipe_changes
 from sinklab.report.sweeps import (
     Sweep,
     claims_table,
@@ -82,6 +83,12 @@ GRADIENTS = 12
 VERDICT = 16, 30  # maximum width of a verdict, on consoles of less than 100 columns, and of 100 or more
 FEW = 8
 """Maximum number of cells in the short table of an experiment."""
+UNCHANGED = {
+    "tiny": "loss 3.77 to 3.83, Sink_1 0 to 44 % (5 seeds)",
+    "laptop": "loss 3.20 to 3.28, Sink_1 46 to 64 % (4 seeds)",
+}
+"""Results of a shipped recipe without changes, over the seeds of results/archive/tiny and results/laptop."""
+OF_MODEL = ("model.", "losses.")
 SHARES = ("acc", "exact_match")
 """Prefixes of the names of task metrics that are shown in percent."""
 
@@ -263,27 +270,38 @@ def _score(metric: str, score: "TaskMetric") -> tuple[str, str | None]:
 
 
 def print_end(directory: Path, recipe: "Recipe", console: Console) -> None:
-    """Print the last evaluation of a finished run, if any, the run directory, and suggested commands."""
+    """Print the last evaluation of a finished run, if any, and what to compare it with.
+
+    For a shipped recipe, these are the known numbers of its unchanged model, and commands that train this model (or, if
+    the run is of it, one with an intervention) with the same settings and report both.
+    """
     if history := read_history(directory / "metrics.jsonl"):
         last = history[-1]
         shown = numbers_of(last.model_dump())
-        if last.tokens is not None:
-            shown = {"tokens": f"{last.tokens:,}", **shown}
         if last.largest_norm_ratio is not None:
-            shown["norm ratio of the first token"] = f"{last.largest_norm_ratio:.1f}, maximum over blocks"
-        title = f"{recipe.name}, step {last.step:,} of {recipe.train.steps:,}"
-        print_table(Table(title, names("quantity", "value"), [*shown.items()]), console)
-    where = shlex.quote(str(directory))
-    print_text(f"in {directory}:", console)
-    doing = {
-        f"sinklab measure {where} --text FILE": "another text",
-        f"sinklab report {where}": "charts; with further runs, a comparison",
-    }
+            shown["largest norm"] = f"{last.largest_norm_ratio:.1f} x"
+        says = {
+            "loss": "nats (-log p) per token of validation text",
+            "Sink_1": f"of heads give it over {recipe.metric.eps:g} of their attention",
+            "bias": "of heads give the bias or sink token as much",
+            "largest norm": "the mean of the others, largest over blocks",
+        }
+        title = f"{recipe.name}, step {last.step:,} of {recipe.train.steps:,}, in {directory}"
+        columns = names("BOS, the first token" if recipe.data.bos else "The first token", "", "")
+        print_table(Table(title, columns, [(name, text, says.get(name, "")) for name, text in shown.items()]), console)
+    where, changes = shlex.quote(str(directory)), recipe_changes(recipe.model_dump(mode="json"))
+    if changes is not None:
+        kept = [one for one in changes if not one.startswith(OF_MODEL) or one.partition("=")[0] in NOT_INTERVENTIONS]
+        known = f": {UNCHANGED[recipe.name]}" if not kept and recipe.name in UNCHANGED else ""
+        name, added = ("unchanged", []) if len(kept) < len(changes) else ("gate", ["model.gate=head"])
+        seed = [f"seed={recipe.seed}"] if recipe.seed else []
+        sets = "".join(f" --set {shlex.quote(one)}" for one in [*kept, *seed, *added])
+        print_text(f"{recipe.name} unchanged{known}; to compare{' with a gate' if added else ''}:", console)
+        print_text(f"  sinklab train {recipe.name}{sets} --out {where}-{name}", console)
+        print_text(f"  sinklab report {where} {where}-{name}", console)
     if recipe.schedule.shape == "flat":
-        doing[f"the same command with --set train.steps={2 * recipe.train.steps} --out {where}"] = "train for longer"
-    width = max(map(len, doing))
-    for command, what in doing.items():
-        print_text(f"  {command:{width}}   {what}", console)
+        longer = f"--set train.steps={2 * recipe.train.steps} --out {where}"
+        print_text(f"to train for longer, the same command with:\n  {longer}", console)
 
 
 def print_replay(found: "Replay", console: Console) -> None:
