@@ -111,6 +111,7 @@ VARIANTS: dict[str, Variant] = {
     "weight_decay_half": Variant({"optim": {"weight_decay": 0.5}}),
     "sgd": Variant({"optim": {"name": "sgd", "lr": 0.1, "nesterov": True}}),
     "muon": Variant({"optim": {"name": "muon", "lr": 3e-3}}),
+    "muon_clip": Variant({"optim": {"name": "muon", "lr": 3e-3, "qk_clip": 10.0}}),
     "ortho_adam": Variant({"optim": {"name": "ortho_adam", "lr": 3e-3}}),
     "outlier_safe": Variant(
         {"model": {"norm": {"kind": "rmsnorm_single"}, "embedding": "projected"}, "optim": {"name": "muon", "lr": 3e-3}}
@@ -151,6 +152,7 @@ NEUTRAL: dict[str, NeutralExample] = {
     "losses.tweo.weight": NeutralExample("0", {"losses": {"tweo": {"weight": 0.0}}}),
     "model.mixer.every (kimi_delta)": NeutralExample("1", {"model": {"mixer": {"kind": "kimi_delta", "every": 1}}}),
     "optim.clip": NeutralExample("null", _UNCLIPPED, against={"optim": {"clip": 1e9}}),
+    "optim.qk_clip": NeutralExample("null", {}, against={"optim": {"qk_clip": 1e9}}),
 }
 """Neutral values by dotted recipe key. A key of one member of a union has the member's kind added: `key (kind)`."""
 

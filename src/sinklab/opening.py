@@ -153,6 +153,7 @@ def open_model(
     *,
     step: int | None = None,
     as_transformers: bool = False,
+    length: int = 0,
 ) -> Model:
     """Load a run directory (which contains a recipe.yaml), a model directory or .gguf file, or a model on the hub.
 
@@ -162,6 +163,8 @@ def open_model(
             `as_transformers`.
         as_transformers: load the newest valid checkpoint of a run as the Hugging Face model that `sinklab export`
             writes. Ignored for other models.
+        length: length of the sequences that will be read, compared with the context of a Hugging Face model before its
+            weights are loaded.
 
     Raises:
         InputError: see `check_name`, `check_revision`, `load_pretrained`, `load_run` and `export_run`, for example if
@@ -171,14 +174,14 @@ def open_model(
     check_name(name)
     check_revision(name, loading.revision)
     if not is_run(name):
-        return _of_pretrained(name_in_results(name, loading.subfolder), load_pretrained(name, loading), loading)
+        return _of_pretrained(name_in_results(name, loading.subfolder), load_pretrained(name, loading, length), loading)
     if not as_transformers:
         return _run(name, loading, step)
     from sinklab.export.directory import export_run
 
     with tempfile.TemporaryDirectory() as folder:
         exported = export_run(Path(name), Path(folder) / "model")
-        loaded = load_pretrained(str(exported.directory), loading)
+        loaded = load_pretrained(str(exported.directory), loading, length)
         return replace(_of_pretrained(name, loaded, loading), step=exported.step)
 
 

@@ -325,7 +325,7 @@ def test_far_beyond_its_context_a_model_reads_only_where_that_is_named(
         (("--cache", 25, "--stream-length", 24), "so the cache would never be full"),
         (("--cache", 1), "--cache 1: Input should be greater than or equal to 2"),
         (("--keep", 8, "--cache", 8), "the smallest cache has only 8 keys: set a smaller --keep or a larger --cache"),
-        (("--length", 999), "exceeds the context"),
+        (("--length", 999), "beyond the model's context of 64: use --length 64 or less"),
         (("--stream-length", 100), "is limited to 64 tokens"),
         (("--positions", "cache"), "set --positions text"),
         (

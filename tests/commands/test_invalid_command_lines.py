@@ -49,13 +49,25 @@ def test_a_file_without_a_recipe_is_no_recipe(run: Run, tmp_path: Path) -> None:
     assert "empty.yaml must contain a mapping of recipe keys, not nothing" in err
 
 
-def test_a_model_is_not_loaded_to_be_assessed_without_text(run: Run, tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model")
-    (model / "model.safetensors").write_bytes(b"no weights")
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (("assess", "model", "--text", "blank.txt"), "blank.txt contains no text"),
+        *(
+            ((*command, "--length", 65), "use --length 64 or less")
+            for command in (("measure", "model"), ("assess", "model"), ("advise", "model"), ("compare", "model", "b"))
+        ),
+    ],
+)
+def test_a_model_is_not_loaded_without_text_or_for_more_than_its_context(
+    run: Run, tmp_path: Path, command: tuple[object, ...], says: str
+) -> None:
+    for name in ("model", "b"):
+        (tiny_model(tmp_path / name) / "model.safetensors").write_bytes(b"no weights")
     (tmp_path / "blank.txt").write_text("\n\n")
-    status, out, err = on_one_line(run)("assess", model, "--text", "blank.txt")
+    status, out, err = on_one_line(run)(*command)
     assert (status, out) == (2, "")
-    assert "blank.txt contains no text" in err
+    assert says in err
     assert "weights" not in err
 
 

@@ -1,5 +1,7 @@
 """Two updates, an evaluation and a measurement of variants of the catalogue on a fake card; run by test_cuda_dry.py.
 
+Of models of transformers with sliding windows, a measured forward pass.
+
     LD_PRELOAD=GUARD python tests/cuda_dry/steps.py [NAME...]
 
 Prints a line of JSON per variant: the events of each phase, or the error and where it came from. What a kernel computes
@@ -21,7 +23,9 @@ from fake_card import EVENTS, SOURCE, card, pretend  # first: it loads what PyTo
 pretend()
 
 import torch  # noqa: E402
+import transformers as hf  # noqa: E402
 from torch import Tensor  # noqa: E402
+from transformers import masking_utils  # noqa: E402
 
 from sinklab.attention import importance, primitive  # noqa: E402
 from sinklab.attention import query_blocks as blocks  # noqa: E402
@@ -31,7 +35,10 @@ from sinklab.attention.scores import Score, for_flex  # noqa: E402
 from sinklab.data.prepare import prepare, settings_of  # noqa: E402
 from sinklab.interventions import VARIANTS  # noqa: E402
 from sinklab.measuring import driver  # noqa: E402
+from sinklab.measuring.pretrained_records import call_records  # noqa: E402
 from sinklab.model import loss  # noqa: E402
+from sinklab.models.adapter import adapt  # noqa: E402
+from sinklab.models.hooks import evaluating  # noqa: E402
 from sinklab.train import world  # noqa: E402
 from sinklab.train.evaluator import Evaluator  # noqa: E402
 from sinklab.train.recipe import build_recipe, recipe_values  # noqa: E402
@@ -52,6 +59,23 @@ OVERLAYS: dict[str, Any] = {
         "train": {"recompute": "blocks", "float32_matmul": "high"},
         "model": {"mixer": "gated_delta"},
     },
+}
+
+WINDOWS: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 8,
+}
+MIXED: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+PRETRAINED: dict[str, Any] = {
+    "mistral": hf.MistralConfig(**WINDOWS),
+    "gemma2": hf.Gemma2Config(**WINDOWS, **MIXED),
+    "gpt_oss": hf.GptOssConfig(**WINDOWS, **MIXED, num_local_experts=2, num_experts_per_tok=1),
 }
 
 
@@ -79,6 +103,7 @@ def without_kernels() -> None:
     world.pick_device = lambda name: torch.device("cuda:0")
     driver.Accumulator.add = lambda totals, batch: batch.on_cpu()  # type: ignore[method-assign]
     driver.measurement_from = lambda *_, **__: None  # type: ignore[assignment]
+    masking_utils.is_tracing = lambda *_: False  # transformers takes fake tensors for those of an export
 
 
 @contextmanager
@@ -121,13 +146,32 @@ def phases(overlay: Any, data: Any, out: Path) -> dict[str, Any]:
     return found
 
 
+def read(config: Any) -> dict[str, Any]:
+    """The events of a measured forward pass of a model of transformers."""
+    found: dict[str, Any] = {}
+    model: Any = hf.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    tokens = torch.randint(3, 512, (4, CONTEXT))
+    try:
+        with card(), evaluating(model.to("cuda")):
+            tokens = tokens.to("cuda")
+            with noted(found, "read"), call_records(model, adapt(model)) as records:
+                model(tokens, use_cache=False)
+                assert len(records.layers) == config.num_hidden_layers
+    except Exception:
+        assert "error" in found
+    return found
+
+
 def main(names: list[str]) -> None:
-    """Print the phases of the named variants, or of all."""
+    """Print the phases of the named variants and models of transformers, or of all."""
     without_kernels()
+    for name in names or PRETRAINED:
+        if name in PRETRAINED:
+            print(json.dumps({"name": name, **read(PRETRAINED[name])}), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         text = f"synthetic:bigram_backcopy:length={CONTEXT + 1},documents=200"
         data = prepare(settings_of(text, "words", valid_fraction=0.2), Path(folder) / "data")
-        for name in names or OVERLAYS:
+        for name in [name for name in names or OVERLAYS if name in OVERLAYS]:
             found = phases(OVERLAYS[name], data, Path(folder) / name)
             print(json.dumps({"name": name, **found}), flush=True)
 

@@ -93,3 +93,9 @@ def test_a_variant_trains_and_is_measured_and_waits_where_it_is_meant(name: str,
     assert_events(found[name]["loss"], IN_LOSS)
     counted = {"copy from the card, attention/importance.py seen_by": MASKS.get(name, 1)}
     assert_events(found[name]["measure"], {**IN_MEASUREMENT, **counted})
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
+def test_sliding_windows_of_transformers_are_read_without_a_wait_per_layer(name: str, found: dict[str, Any]) -> None:
+    assert "error" not in found[name], found[name]["error"]
+    assert not [event for event in found[name]["read"] if event["place"].startswith(("models", "attention/layer"))]

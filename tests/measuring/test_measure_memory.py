@@ -47,11 +47,10 @@ def test_little_memory_makes_small_batches_but_never_none(monkeypatch: pytest.Mo
 
 def test_models_that_make_their_matrices_or_all_logits_are_given_smaller_batches(model: Any) -> None:
     def needed(**how: bool) -> int:
-        how = {"matrices": False, "padded": False, "logits": False} | how
+        how = {"matrices": False, "logits": False} | how
         return sizes_of_pretrained(model.config, **how).bytes_per_sequence(4096)
 
     plain = needed()
-    assert needed(padded=True) - plain == 4096**2  # a boolean mask
     assert needed(matrices=True) - plain >= 4 * 4 * 4096**2  # four heads in float32
     assert needed(logits=True) > plain
 
@@ -71,7 +70,7 @@ def test_models_that_make_their_matrices_or_all_logits_are_given_smaller_batches
     ids=lambda config: config.model_type,
 )
 def test_sizes_are_read_from_every_kind_of_config(config: Any) -> None:
-    sizes = sizes_of_pretrained(config, matrices=False, padded=False, logits=False)
+    sizes = sizes_of_pretrained(config, matrices=False, logits=False)
     assert all(isinstance(size, int) for size in (sizes.width, sizes.ffn_width, sizes.layers, sizes.heads))
     assert sizes.ffn_width >= sizes.width
 

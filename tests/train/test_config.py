@@ -179,6 +179,7 @@ def test_the_initialisation_key_keeps_earlier_hashes() -> None:
     [
         ("model.widht=3", "model.widht: unknown key; allowed here: layers, width, heads"),
         ("optim.learning_rate=3", "optim.learning_rate: unknown key; allowed here: name, lr"),
+        ("steps=3", r"  steps: unknown key; .* Did you mean train\.steps\?"),
         ("model.attention.mask={kind: window, wide: 3}", "wide: unknown key; allowed here: kind, width"),
         ("model.layers=many", "model.layers: Input should be a valid integer.*'many'"),
         ("model.attention.operation=softplus", "operation: unknown kind 'softplus'; allowed here: softmax, scalable_"),

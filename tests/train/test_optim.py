@@ -6,16 +6,21 @@ import pytest
 import torch
 from closeness import assert_close
 
+from sinklab.data.prepare import prepare, settings_of
 from sinklab.errors import InputError
 from sinklab.model.transformer import Transformer
 from sinklab.train.checkpoint import TrainState, load_checkpoint, save_checkpoint
-from sinklab.train.optim import build_optimizer, hidden_matrices, learning_rate, rotation
+from sinklab.train.loop import Trainer
+from sinklab.train.optim import QKClip, build_optimizer, hidden_matrices, learning_rate, rotation
 from sinklab.train.recipe import Muon, Recipe, ScheduleConfig, build_recipe
+from sinklab.train.run import open_run
+from sinklab.train.world import ALONE
 
 SMALL = {
     "model": {"layers": 2, "width": 16, "heads": 2, "ffn_width": 24, "vocab_size": 31, "context": 16},
     "metric": {"length": 16},
 }
+SHORT = {"steps": 3, "batch_size": 4, "micro_batch": 2, "eval_every": 3, "eval_sequences": 4}
 OPTIMIZERS = [
     {"name": "adamw", "lr": 3e-3},
     {"name": "sgd", "lr": 0.1},
@@ -151,6 +156,84 @@ def test_rotations_are_orthogonal_and_differ_between_parameters_and_axes() -> No
 def test_ortho_adam_is_refused_with_sharded_gradients() -> None:
     with pytest.raises(InputError, match=r"ortho_adam requires whole gradients: set train\.parallel to ddp"):
         build_recipe(SMALL, {"optim": {"name": "ortho_adam"}, "train": {"parallel": "fsdp"}})
+
+
+def largest_logits(model: Transformer, batches: list[torch.Tensor], window: int) -> torch.Tensor:
+    """Largest q.k / sqrt(D) of every layer and KV head, (L, G), pair by pair."""
+    found = []
+    for block in model.blocks:
+        seen: list[torch.Tensor] = []
+        handle = block.attention.core.register_forward_pre_hook(lambda _, args, seen=seen: seen.extend(args[:2]))
+        with torch.no_grad():
+            for batch in batches:
+                model(batch)
+        handle.remove()
+        best = torch.full((model.config.key_heads,), -torch.inf)
+        for q, k in zip(seen[::2], seen[1::2], strict=True):
+            for head in range(model.config.heads):
+                group = head * model.config.key_heads // model.config.heads
+                for t in range(q.shape[2]):
+                    z = (k[:, group, max(0, t - window + 1) : t + 1] * q[:, head, t, None]).sum(-1) / q.shape[3] ** 0.5
+                    best[group] = torch.maximum(best[group], z.max())
+        found.append(best)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("window", [16, 5])
+def test_qk_clip_limits_the_logits_of_the_updates_batch(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sinklab.train.optim.QUERIES_AT_ONCE", 7)
+    mask = {"kind": "causal"} if window == 16 else {"kind": "window", "width": window}
+    model = Transformer(
+        build_recipe(SMALL, {"model": {"heads": 4, "kv_heads": 2, "attention": {"mask": mask}}}).model, seed=3
+    )
+    batches = [torch.randint(31, (3, 16), generator=torch.Generator().manual_seed(number)) for number in range(2)]
+    before = largest_logits(model, batches, window)
+    tau = before.flatten().sort().values[-3].item() * 0.9  # at least three of the four are above it
+    clip, values = QKClip(model, tau, ALONE), [block.attention.qkv.weight[-8:].clone() for block in model.blocks]
+    for batch in batches:  # as two micro-batches
+        model(batch)
+    clip.clip()
+    assert_close(largest_logits(model, batches, window)[0], before[0].clamp(max=tau))  # later layers have new inputs
+    for _ in range(6):
+        for batch in batches:
+            model(batch)
+        clip.clip()
+    assert largest_logits(model, batches, window).max().item() <= tau * 1.001
+    assert all(torch.equal(block.attention.qkv.weight[-8:], v) for block, v in zip(model.blocks, values, strict=True))
+
+
+def test_qk_clip_is_part_of_a_training_step(tmp_path: Path) -> None:
+    source = "synthetic:bigram_backcopy:length=17,documents=100"
+    dataset = prepare(settings_of(source, "words", valid_fraction=0.2), tmp_path / "data")
+
+    def trained(name: str, **optim: object) -> Transformer:
+        changes = {
+            "optim": optim,
+            "model": {"vocab_size": None},
+            "metric": {"sequences": 4},
+            "data": {"source": source, "tokenizer": "words"},
+            "train": SHORT,
+        }
+        trainer = Trainer(open_run(build_recipe(SMALL, changes), dataset, tmp_path / name))
+        trainer.train()
+        return trainer.updater.model
+
+    free, wide, tight = trained("free"), trained("wide", qk_clip=100.0), trained("tight", qk_clip=1e-3)
+    assert all(torch.equal(a, b) for a, b in zip(free.parameters(), wide.parameters(), strict=True))
+    assert tight.blocks[0].attention.qkv.weight[:32].norm() < 0.5 * free.blocks[0].attention.qkv.weight[:32].norm()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"attention": {"operation": "sigmoid"}}, "softmax attention in every layer"),
+        ({"norm": {"qk_norm": True}}, "qk_norm normalises"),
+        ({"projection": "latent"}, "projection full"),
+    ],
+)
+def test_qk_clip_is_refused_where_it_has_no_meaning(model: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        build_recipe(SMALL, {"model": model, "optim": {"qk_clip": 50.0}})
 
 
 def test_values_of_the_default_optimizer_need_no_name() -> None:

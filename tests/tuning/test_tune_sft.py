@@ -224,7 +224,7 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(run: Run, tmp_path: Path) ->
     for given, says in (
         (("--data", silent), 'no message with role "assistant" has text'),
         (("--data", tmp_path / "none.jsonl"), "does not exist or has no rows"),
-        (("--data", chats, "--length", 999), "set at most --length 48"),
+        (("--data", chats, "--length", 999), "use --length 48 or less"),
         (("--data", chats, "--chat-template", tmp_path / "none"), "cannot be read"),
         (("--data", chats, "--batch-size", 8, "--micro-batch", 3), "not a multiple of --micro-batch 3"),
         (("--data", chats, "--sink-length", 47), "none of the 4 held-out conversations has the 47 tokens"),

@@ -112,7 +112,7 @@ def advise(
     Raises:
         InputError, SinklabError: see `assess`.
     """
-    opened = open_separable(model, loading)
+    opened = open_separable(model, loading, options.length or 0)
     settings = settings_for(opened, options.model_copy(update={"parts": PARTS}))
     kept = tuple(first for first in options.kept or KEPT if first < min(settings.caches))
     chosen = options.model_copy(update={"parts": PARTS, "kept": kept})

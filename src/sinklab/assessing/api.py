@@ -71,7 +71,7 @@ def assess(
             N, T = source.shape
             options = {"length": T, "stream_length": T, "sequences": N, **options}
         if isinstance(model, str | Path):
-            opened = open_model(str(model))
+            opened = open_model(str(model), length=options.get("length") or 0)
         else:
             opened = model_in_memory(unwrapped(model), tokenizer, for_text=tokens is None)
         presses = {} if press is None else press if isinstance(press, Mapping) else {type(press).__name__: press}

@@ -291,7 +291,7 @@ def assess(
         next(documents(str(text)))
     skips = where_possible or not options.parts
     with ledger.locked():
-        opened = open_separable(model, loading)
+        opened = open_separable(model, loading, options.length or 0)
         source = GivenTokens(opened, text) if isinstance(text, Tensor) else AssessText(opened, text)
         settings = settings_for(source.model, options)
         inputs = _inputs(source, settings, options, skips, presses or {})
@@ -335,14 +335,14 @@ def text_or_default(model: str, text: Path | Tensor | None) -> Path | Tensor | N
     return default_text() if text is None and not is_run(model) else text
 
 
-def open_separable(model: str | Model, loading: Loading) -> Model:
-    """Load a model that is not open yet, and check that its attention can be edited.
+def open_separable(model: str | Model, loading: Loading, length: int = 0) -> Model:
+    """Load a model that is not open yet (`length` as in `open_model`), and check that its attention can be edited.
 
     Raises:
         InputError, SinklabError: see `open_model` and `Adapter.check_causal`; InputError also if the attention cannot
             be edited.
     """
-    opened = open_model(model, loading) if isinstance(model, str) else model
+    opened = open_model(model, loading, length=length) if isinstance(model, str) else model
     opened.adapter.check_causal()
     if why := opened.adapter.inseparable():
         raise InputError(f"{opened.name} cannot be assessed: {why}")

@@ -10,11 +10,15 @@ B batch, H query heads, T queries, S keys.
 Real tokens of padded batches (B, T). Position 1 is the first token of each sequence that is not padding.
 """
 
+import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from sinklab.attention.scores import broadcast_index
 from sinklab.errors import InputError
@@ -449,6 +453,38 @@ def without_first(mask: Mask, count: int) -> Mask:
 
 
 CAUSAL = Causal()
+
+
+class MaskTensor(Tensor):
+    """Boolean mask (B, 1, T, S) whose entries are computed only by the first operation on it.
+
+    A model's code passes it to its attention layers like any other tensor, so that they can read `rule` instead of
+    T x S entries. Copies to other devices keep the rule.
+
+    Args:
+        rule: mask with the same visible keys at all real tokens.
+        compute: function that returns the entries, as a plain tensor.
+    """
+
+    rule: Mask
+    compute: Callable[[], Tensor]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors
+
+    @staticmethod
+    def __new__(cls, rule: Mask, compute: Callable[[], Tensor], shape: Sequence[int], device: torch.device) -> Self:
+        made: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        made.rule, made.compute = rule, functools.cache(compute)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not func._schema.is_mutable, "a mask that is changed in place would no longer have its rule"
+        given, options = args[0], kwargs or {}
+        if func is torch.ops.aten._to_copy.default and options.get("dtype") in (None, torch.bool):
+            device = options.get("device") or given.device
+            return cls(given.rule, lambda: given.compute().to(device), given.shape, device)
+        plain, options = tree_map_only(cls, lambda mask: mask.compute(), (args, options))
+        return func(*plain, **options)
 
 
 @dataclass(frozen=True)

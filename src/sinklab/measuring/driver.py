@@ -128,7 +128,7 @@ def gradient_norms(
         return x_BTE + zeros[index]
 
     held = 2 * max(1, adapter.kinds.total)  # activations of all blocks, and the same again for logits and gradients
-    size = batch_size or fitting_batch(adapter.sizes(False, matrices=False), T, adapter.device, held)
+    size = batch_size or fitting_batch(adapter.sizes(matrices=False), T, adapter.device, held)
     batches = Batches(N, size, None, len(adapter.blocks))
     sums: list[Tensor] = []
     targets = 0
@@ -228,7 +228,7 @@ def measure(
         if details is not None:
             stack.enter_context(details.watching(adapter.blocks))
         N, T = tokens_NT.shape
-        sizes = adapter.sizes(padded, matrices=records.backend == "eager")
+        sizes = adapter.sizes(matrices=records.backend == "eager")
         batch_size = options.batch_size or fitting_batch(sizes, T, adapter.device)
         batches = Batches(N, batch_size, progress, len(adapter.blocks))
         stack.enter_context(hooked(block.register_forward_hook(batches.block_ran) for block in adapter.blocks))

@@ -124,11 +124,10 @@ class NativeAdapter:
         logits_RV = self.module.head(hidden_RE)
         return logits_RV.to(accumulate_dtype(logits_RV.dtype))
 
-    def sizes(self, padded: bool, matrices: bool) -> Sizes:
+    def sizes(self, matrices: bool) -> Sizes:
         """Return the sizes of the tensors in a forward pass.
 
         Args:
-            padded: whether the sequences have padding. Not used here.
             matrices: whether the model computes whole attention matrices. Not used here.
         """
         config = self.module.config

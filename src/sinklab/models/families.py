@@ -282,6 +282,19 @@ def rotary_parameters(config: "PretrainedConfig") -> list[dict[str, Any]]:
     return [rope for rope in ((given,) if "rope_type" in given else given.values()) if isinstance(rope, dict)]
 
 
+def context_limit(config: "PretrainedConfig") -> int | None:
+    """Return `max_position_embeddings`; with linear, dynamic or yarn RoPE, the scaled context if that is longer."""
+    context: Any = getattr(text_config(config), "max_position_embeddings", None)
+    original = context
+    if not context or context < 0:  # -1 in XLNet: no limit
+        return None
+    for rope in rotary_parameters(config):
+        if rope.get("rope_type") in ("linear", "dynamic", "yarn"):
+            before = rope.get("original_max_position_embeddings") or original
+            context = max(context, int(before * (rope.get("factor") or 1)))
+    return context
+
+
 def quantisation(config: "PretrainedConfig") -> str | None:
     """Return the quantisation method of the weights ("bitsandbytes", "gptq", ...); None if they are not quantised."""
     given = getattr(config, "quantization_config", None)

@@ -39,8 +39,6 @@ class Sizes:
         layers, heads: numbers of layers and of query heads per layer; they determine the size of the attention sums.
         matrices: number of float32 T x T score matrices per sequence in memory at the same time; 0 if attention is
             computed in blocks.
-        masks: number of T x T boolean masks per sequence: 1 for a Hugging Face model with windows, padding or score
-            matrices, else 0.
         vocabulary: vocabulary size if all logits are computed at once; 0 if they are computed in chunks.
     """
 
@@ -49,37 +47,32 @@ class Sizes:
     layers: int
     heads: int
     matrices: int = 0
-    masks: int = 0
     vocabulary: int = 0
 
     def bytes_per_sequence(self, length: int) -> int:
         """Estimate an upper bound of the peak memory in bytes of one sequence of `length` tokens, without weights."""
         activations = 16 * self.width + 4 * self.ffn_width + 3 * self.vocabulary
         recorded = 6 * self.layers * self.heads  # float32 numbers per token: sums, alpha, and alpha in float64
-        square = FLOAT * self.matrices + self.masks
-        return length * (FLOAT * (activations + recorded) + length * square)
+        return FLOAT * length * (activations + recorded + length * self.matrices)
 
 
-def sizes_of_pretrained(config: "PretrainedConfig", *, matrices: bool, padded: bool, logits: bool) -> Sizes:
+def sizes_of_pretrained(config: "PretrainedConfig", *, matrices: bool, logits: bool) -> Sizes:
     """Return the tensor sizes of a Hugging Face model, from its config.
 
     Args:
         matrices: whether the model computes whole attention matrices.
-        padded: whether the sequences have padding.
         logits: whether the model always computes the logits of all positions.
     """
     text = text_config(config)
     width, heads = text.hidden_size, text.num_attention_heads
     ffn_width = first_named(text, FFN_WIDTHS) or 4 * width
     ffn_width = max(ffn_width) if isinstance(ffn_width, Sequence) else ffn_width
-    window = getattr(text, "sliding_window", None) is not None
     return Sizes(
         width=width,
         ffn_width=ffn_width,
         layers=text.num_hidden_layers,
         heads=heads,
         matrices=4 * heads if matrices else 0,
-        masks=int(window or padded or matrices),
         vocabulary=text.vocab_size if logits else 0,
     )
 

@@ -194,9 +194,9 @@ def lead(data: ReportData) -> list[str]:
         sentence
         for one in data.assessed
         for sentence in (
-            [f"{model_label(one.model)}: {' '.join(one.recommendation() or one.answer())}"]
+            [f"{model_label(one.model)}: {' '.join([*one.recommendation(), *one.answer()])}"]
             if several
-            else one.recommendation() or one.answer()
+            else [*one.recommendation(), *one.answer()]
         )
     ]
     alone = len(data.measured) == len(data.runs) == 1 and not data.runs[0].trained

@@ -412,8 +412,7 @@ def answers_table(document: Assessment, key: str = "", of: str = "") -> Table:
             continue
         rows.append([question if question != before else "", one.answer, one.added])
         before = question
-    notes = [" ".join(document.answer()), *_remarks(document)]
-    return Table(f"Loss without the sink, and its cost{of}", columns, rows, notes, key)
+    return Table(f"Loss without the sink, and its cost{of}", columns, rows, _remarks(document), key)
 
 
 def _remarks(document: Assessment) -> list[str]:

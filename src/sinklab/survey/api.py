@@ -193,7 +193,7 @@ def _measure_text(
         if isinstance(model, str | Path):
             if tokenizer is not None:
                 raise InputError("a model that is given by its name has its own tokenizer: leave out `tokenizer`")
-            return measure_loaded(open_model(str(model)), text, request, progress)
+            return measure_loaded(open_model(str(model), length=request.length), text, request, progress)
         model = unwrapped(model)
         with measured_in_turn(model):
             return measure_loaded(model_in_memory(model, tokenizer), text, request, progress)

@@ -119,7 +119,7 @@ def measure_model(
     text = request.check(text)
     if out is not None:
         check_results(out, (*MEASUREMENT, REPORT))
-    measurement = measure_loaded(open_model(model, loading), text, request, progress)
+    measurement = measure_loaded(open_model(model, loading, length=request.length), text, request, progress)
     if out is not None:
         with unsaved(lambda: measurement):
             measurement.save(out)
@@ -384,12 +384,14 @@ def measure_all(
             gc.collect()  # frees the memory of the previous model
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            model = open_model(item.model, item.loading, step=item.step, as_transformers=item.as_transformers)
-            for other in items:
-                if other.opened_by == item.opened_by:
-                    check_length(other.request.length, model.adapter.limit)
-                    with changed_positions(model.adapter, other.request.study):  # raises if they do not fit the model
-                        pass
+            sharing = [other.request for other in items if other.opened_by == item.opened_by]
+            how = {"step": item.step, "as_transformers": item.as_transformers}
+            length = max(request.length for request in sharing)
+            model = open_model(item.model, item.loading, length=length, **how)
+            check_length(length, model.adapter.limit)
+            for request in sharing:
+                with changed_positions(model.adapter, request.study):  # raises if they do not fit the model
+                    pass
             opened.append((item.opened_by, model))
         return opened[0][1]
 

@@ -1,12 +1,17 @@
 """Optimisers and learning-rate schedules."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from sinklab.attention.layer_call import AttentionCore
+from sinklab.model.transformer import Transformer
 from sinklab.train.recipe import AdamW, Muon, OptimConfig, OrthoAdam, ScheduleConfig, Sgd
+from sinklab.train.world import World
 
+QUERIES_AT_ONCE = 256
 LONGEST_ROTATED = 4096
 """Longest axis of a parameter whose gradient OrthoAdam rotates; its matrix has this number squared of entries."""
 
@@ -131,6 +136,56 @@ def _adamw(parameters: list[nn.Parameter], config: AdamW) -> torch.optim.AdamW:
         weight_decay=config.weight_decay,
         fused=True,
     )
+
+
+class QKClip:
+    """QK-Clip: limits the attention logits of a model by the weights of its queries and keys.
+
+    After an update, the query and key weights of a KV head are multiplied by sqrt(tau / S) if S > tau. S is the largest
+    q.k / sqrt(D) of the update's batch, over all pairs of a query and a key that it sees and all query heads of the KV
+    head (2507.20534, algorithm 1; for several query heads as in Megatron-LM's `clip_qk`).
+
+    Args:
+        model: model whose training forward passes are read, by hooks of its attention cores.
+        tau: limit of the logits.
+        world: training processes.
+    """
+
+    def __init__(self, model: Transformer, tau: float, world: World) -> None:
+        self._tau, self._world = tau, world
+        self._layers = [block.attention for block in model.blocks]
+        self._largest: dict[int, Tensor] = {}  # S by layer, (G,)
+        for index, layer in enumerate(self._layers):
+            layer.core.register_forward_pre_hook(partial(self._read, index))
+
+    @torch.no_grad()
+    def clip(self) -> None:
+        """Scale the weights after an update."""
+        for index, largest_G in sorted(self._largest.items()):
+            layer, S_G = self._layers[index], self._world.max_on_device(largest_G)
+            factor_G11 = (self._tau / S_G.clamp(min=self._tau)).sqrt()[:, None, None]
+            heads_OdE = layer.qkv.weight.unflatten(0, (-1, layer.head_width))  # of queries, keys, values
+            heads_OdE[: layer.heads].mul_(factor_G11.repeat_interleave(layer.heads // layer.key_heads, 0))
+            heads_OdE[layer.heads : layer.heads + layer.key_heads].mul_(factor_G11)
+        self._largest.clear()
+
+    def _read(self, index: int, core: AttentionCore, args: tuple[Tensor | None, ...]) -> None:
+        if not torch.is_grad_enabled():
+            return  # an evaluation, or a forward pass that is computed again (`train.recompute`)
+        q_BHTD, k_BGTD, _, documents_BT, _, padding_B = args
+        assert q_BHTD is not None
+        assert k_BGTD is not None
+        q_BGRTD, mask = q_BHTD.detach().unflatten(1, (k_BGTD.shape[1], -1)), core.mask_of_batch(documents_BT, padding_B)
+        T, found = q_BHTD.shape[2], [self._largest[index]] if index in self._largest else []
+        for first in range(0, T, QUERIES_AT_ONCE):
+            end = min(first + QUERIES_AT_ONCE, T)
+            low, high = mask.key_range(first, end, T)
+            z_BGRQK = q_BGRTD[:, :, :, first:end] @ k_BGTD.detach()[:, :, None, low:high].mT
+            seen = mask.block(first, end, low, high, z_BGRQK.device).expand(*mask.sizes, *z_BGRQK.shape[-2:])[
+                :, :, None
+            ]
+            found.append(z_BGRQK.float().masked_fill(~seen, -math.inf).amax((0, 2, 3, 4)) * q_BHTD.shape[3] ** -0.5)
+        self._largest[index] = torch.stack(found).amax(0)
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:

@@ -43,6 +43,12 @@ class AdamW(Part):
     eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon, added to the square root of the second moment")
     weight_decay: float = Field(default=0.1, ge=0, description="decoupled: w -= lr * weight_decay * w")
     clip: Clip = 1.0
+    qk_clip: float | None = Field(
+        default=None,
+        gt=0,
+        description="tau of QK-Clip: after each update, weights of queries and keys are scaled so that no logit of its "
+        "batch would exceed tau; null: no clipping",
+    )
 
 
 class Sgd(Part):
@@ -209,6 +215,7 @@ NEUTRAL_VALUES: dict[str, object] = {
     "model.value_residual": {"kind": "none"},
     "model.norm.head_norm": False,
     "model.norm.gate_rank": None,
+    "optim.qk_clip": None,
     "train.float32_matmul": "highest",
     "losses": {"hidden_z": None, "tweo": None},
 }
@@ -255,7 +262,20 @@ class Recipe(Part):
             )
         if self.optim.name == "ortho_adam" and self.train.parallel == "fsdp":
             raise ValueError("optim.name ortho_adam requires whole gradients: set train.parallel to ddp")
+        if getattr(self.optim, "qk_clip", None) is not None:
+            self._check_qk_clip()
         return self
+
+    def _check_qk_clip(self) -> None:
+        model = self.model
+        if model.attention.operation.kind != "softmax" or model.mixer.kind != "attention":
+            raise ValueError("optim.qk_clip limits the logits of softmax attention in every layer: leave it out")
+        if model.norm.qk_norm:
+            raise ValueError("optim.qk_clip: model.norm.qk_norm normalises queries and keys: leave one of them out")
+        if model.projection.kind != "full":
+            raise ValueError("optim.qk_clip is implemented for model.projection full")
+        if self.train.parallel == "fsdp":
+            raise ValueError("optim.qk_clip requires whole weights: set train.parallel to ddp")
 
     def content_hash(self, data_fingerprint: str) -> str:
         """Return the hash of recipe and data (`TokenDataset.fingerprint`) that identifies the run, 16 hex digits.
@@ -445,11 +465,12 @@ def _explain(error: ValidationError, origin: str) -> str:
             allowed = here.get("properties", ())
             reason = f"unknown key; allowed here: {', '.join(allowed)}" if allowed else "unknown key"
             field = reduce(lambda node, key: _field(node, key) or {}, above, recipe_schema())
-            kinds = [
-                kind for one in members(field) if item["loc"][-1] in one.get("properties", ()) for kind in _kinds(one)
-            ]
+            key, sections = item["loc"][-1], recipe_schema()["properties"].items()
+            kinds = [kind for one in members(field) if key in one.get("properties", ()) for kind in _kinds(one)]
             if kinds and (tag := _discriminator(field)):
                 reason += f". It is a key of {', '.join(kinds)}: set {'.'.join([*above, tag])} too"
+            elif near := [f"{section}.{key}" for section, node in sections if _field(node, str(key))]:
+                reason += f". Did you mean {' or '.join(near)}?"
         elif item["type"] == "union_tag_invalid" and "ctx" in item:
             tag, kinds = (item["ctx"][part].replace("'", "") for part in ("discriminator", "expected_tags"))
             reason = f"unknown {tag} {item['ctx']['tag']!r}; allowed here: {kinds}"

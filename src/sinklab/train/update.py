@@ -30,7 +30,7 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.model.transformer import Transformer
 from sinklab.models.hooks import hooked
 from sinklab.train.checkpoint import TrainState, load_checkpoint, take_newest
-from sinklab.train.optim import build_optimizer, learning_rate
+from sinklab.train.optim import QKClip, build_optimizer, learning_rate
 from sinklab.train.run import Run
 from sinklab.train.start import load_initial_weights, load_start
 from sinklab.train.world import ALONE, World, compiles_loss, local, recompute_blocks, share, whole
@@ -73,7 +73,9 @@ class Updater:
         recompute_blocks(self.model, self.recipe.train.recompute)
         with self.autocast():  # `share` runs a forward pass for FSDP
             self._losses, self._no_sync = share(self.model, self.recipe.losses, self.recipe.train.parallel, world)
-        self.compiles_loss = compiles_loss(self.recipe.train.compile, self.device, world)
+        limit = getattr(self.recipe.optim, "qk_clip", None)
+        self._qk_clip = None if limit is None else QKClip(model, limit, world)
+        self.compiles_loss = limit is None and compiles_loss(self.recipe.train.compile, self.device, world)
         self._training_losses = compiled(self._losses, dynamic=False) if self.compiles_loss else self._losses
         self.optimizer = build_optimizer(self.model, self.recipe.optim)
         late = self.device.type == "cuda" and isinstance(self.optimizer, torch.optim.AdamW)
@@ -105,6 +107,8 @@ class Updater:
         if clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), clip, norm)
         self.optimizer.step()
+        if self._qk_clip is not None:
+            self._qk_clip.clip()
         self.optimizer.zero_grad(set_to_none=True)
         state.step += 1
         self.settle(late=int(self.finite.late))

@@ -108,6 +108,12 @@ class World:
             dist.all_reduce(numbers)
         return numbers
 
+    def max_on_device(self, numbers: Tensor) -> Tensor:
+        """Return the elementwise maximum of a tensor over all processes; `numbers` may be overwritten."""
+        if self.size > 1:
+            dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        return numbers
+
     def any(self, flag: bool) -> bool:
         """Return True if `flag` is True on any process."""
         return flag if self.size == 1 else bool(self.sum_on_device(torch.tensor(int(flag))))

@@ -97,22 +97,6 @@ class TuneManifest(TuneSettings, frozen=True):
     chat_template: str | None
 
 
-def length_for(options: TuneOptions, context: int | None) -> int:
-    """Return the maximum number of tokens per conversation: `options.length`, else 2,048 or the context if shorter.
-
-    Args:
-        context: context length of the model; None without a limit.
-
-    Raises:
-        InputError: if the requested length exceeds the context.
-    """
-    if options.length is None:
-        return min(LONGEST, context or LONGEST)
-    if context is not None and options.length > context:
-        raise InputError(f"--length {options.length} exceeds the model's context: set at most --length {context}")
-    return options.length
-
-
 def held_out_for(options: TuneOptions, conversations: int) -> int:
     """Return the number of held-out conversations: `options.held_out`, else a tenth, at least 1 and at most 100.
 

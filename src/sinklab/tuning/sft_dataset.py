@@ -37,7 +37,7 @@ from sinklab.models.huggingface.tokenizer_files import MARK, Rendered, render_ch
 from sinklab.opening import Model, open_model
 from sinklab.tables import plural
 from sinklab.train.recipe import load_recipe
-from sinklab.tuning.settings import TuneManifest, TuneOptions, held_out_for, length_for, settings_for
+from sinklab.tuning.settings import LONGEST, TuneManifest, TuneOptions, held_out_for, settings_for
 from sinklab.tuning.tuned_directory import Tuning
 
 if TYPE_CHECKING:
@@ -277,9 +277,9 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
         given = None if sources.template is None else sources.template.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--chat-template {sources.template} cannot be read: {error}") from error
-    opened = open_trainable(model, loading)
+    opened = open_trainable(model, loading, options.length or 0)
     template = ChatTemplate(opened.tokenizer, given)
-    length = length_for(options, opened.adapter.limit)
+    length = options.length or min(LONGEST, opened.adapter.limit or LONGEST)
     usable, counts = read_chats(sources.chats, template, length, options.seed)
     count = held_out_for(options, len(usable))
     held_out, trained = usable[:count], usable[count:]
@@ -334,7 +334,7 @@ def prepare_dataset(model: str, sources: TuneSources, options: TuneOptions, load
     return SftDataset(opened, trained, held_out, tokens_NT, tuning)
 
 
-def open_trainable(name: str, loading: Loading) -> Model:
+def open_trainable(name: str, loading: Loading, length: int) -> Model:
     """Load a Hugging Face model, or the exported model of a run, with float32 weights for training.
 
     Raises:
@@ -345,7 +345,7 @@ def open_trainable(name: str, loading: Loading) -> Model:
         raise InputError("--device map is not supported, because tuning uses one device: use auto, cpu or cuda")
     if pick_device(loading.device).type == "cuda" and torch.cuda.device_count() > 1:
         raise InputError("tuning uses one GPU, but several are visible: select one, as in CUDA_VISIBLE_DEVICES=0")
-    model = open_model(name, replace(loading, dtype="float32"), as_transformers=True)
+    model = open_model(name, replace(loading, dtype="float32"), as_transformers=True, length=length)
     if method := model.adapter.quantised:
         raise InputError(
             f"the weights of {name} are quantised ({method}) and cannot be trained: use the unquantised model"

@@ -14,6 +14,8 @@ changes it therefore covers all model families, also those that do not use trans
 model's own code still computes the attention. Calls of the hook are counted in every forward pass: a number other than
 that of the attention layers is an error.
 
+Find the attention modules in a trial forward pass, to compute gradients at their inputs.
+
 Loss of a forward pass without storing all logits (4 GB in float32 for 32,768 tokens and a vocabulary of 32,768).
 
 The first call of the model computes the final hidden states and the logits of one position. Then the model is called
@@ -38,11 +40,20 @@ from transformers import PreTrainedModel
 
 from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.query_blocks import accumulate_dtype
-from sinklab.errors import SinklabError
+from sinklab.errors import InputError, SinklabError
 from sinklab.model.loss import IGNORED
 from sinklab.models import families
-from sinklab.models.families import GATES, OUTPUT, QUERIES, bodies, family_of, vocabulary_size
-from sinklab.models.hooks import Compute, FirstColumns, evaluating, forward_pass_hooks, hooked
+from sinklab.models.families import GATES, OUTPUT, QUERIES, bodies, family_of, vocabulary_size, weights_quantised
+from sinklab.models.hooks import (
+    HIDDEN,
+    Compute,
+    FirstColumns,
+    evaluating,
+    forward_pass_hooks,
+    hidden_states,
+    hooked,
+)
+from sinklab.models.huggingface.interface import attention_computed_by
 from sinklab.models.memory_budget import LOGITS_AT_ONCE, LOGITS_AT_ONCE_CUDA
 
 
@@ -322,3 +333,62 @@ def fixed_output(part: nn.Module, output: Any = None) -> Iterator[_Body]:
     body = _Body(part.forward, output)
     with patch.object(part, "forward", body):
         yield body
+
+
+NORM = "norm"  # substring of a norm's class name in lower case
+
+
+def attention_modules(model: PreTrainedModel, tokens_1T: Tensor) -> list[nn.Module]:
+    """Return the attention modules in call order, and check that gradients can be computed at their inputs.
+
+    Args:
+        tokens_1T: token ids on which the model is run once.
+
+    Raises:
+        InputError: if weights are quantised (dequantised GGUF weights are allowed) or offloaded, or the input of an
+            attention module is not the output of a norm (in OLMo 2, the input is the residual stream), or a module is
+            used several times in a forward pass.
+        SinklabError: if an attention call cannot be interpreted (`read_call`).
+    """
+    if method := weights_quantised(model):
+        raise InputError(
+            f"the weights are quantised ({method}) and do not support gradients: load the model without quantisation"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InputError("some weights are offloaded and do not support gradients: load the whole model into memory")
+    inputs: dict[nn.Module, Tensor | None] = {}
+    norms: list[Tensor] = []
+    found: list[nn.Module] = []
+
+    def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs[module] = args[0] if args else kwargs.get(HIDDEN)
+
+    def normed(module: nn.Module, _: Any, output: Any) -> None:
+        if NORM in type(module).__name__.lower():
+            norms.append(hidden_states(output))
+
+    def attention(module: nn.Module, layer: LayerCall) -> Tensor:
+        found.append(module)
+        return layer.own_output()
+
+    handles = (
+        handle
+        for module in model.modules()
+        for handle in (
+            module.register_forward_pre_hook(entering, with_kwargs=True),
+            module.register_forward_hook(normed),
+        )
+    )
+    with evaluating(model), hooked(handles), attention_computed_by(model, attention):
+        model(tokens_1T, use_cache=False)
+    if len(set(found)) < len(found):
+        raise InputError(
+            f"a {model.config.model_type!r} model uses layers several times in a forward pass: leave out the gradients"
+        )
+    for number, module in enumerate(found, 1):
+        if not any(inputs.get(module) is output for output in norms):
+            raise InputError(
+                "gradients are defined at the output of the norm before attention, and the input of attention layer "
+                f"{number} of this {model.config.model_type!r} model is not a norm's output: leave out the gradients"
+            )
+    return found

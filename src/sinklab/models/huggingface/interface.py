@@ -1,7 +1,9 @@
 """transformers' attention interface: register a function as a model's attention, and parse its calls.
 
-The function is selected by name in the model's configs. The same name is registered for masks with `sdpa_mask`;
-otherwise transformers silently drops padding and sliding windows. Rejected alternatives: `output_attentions` (forces
+The function is selected by name in the model's configs. The same name is registered for masks with `ruled_mask`;
+otherwise transformers silently drops padding and sliding windows. Causal masks and sliding windows over whole
+sequences, padded or not, are rules instead of T x T entries (`MaskTensor`); others, such as those of packed sequences,
+caches and chunked attention, are the entries of `sdpa_mask`. Rejected alternatives: `output_attentions` (forces
 eager attention, stores every T x T matrix), and patching modules by class name (one patch per architecture).
 
 Models that dispatch through `AttentionInterface` call f(module, q, k, v, mask, scaling=..., **extras). Keys and values
@@ -11,13 +13,11 @@ have G KV heads and are not repeated for the H query heads. These extras concern
     s_aux           sink logit per head, part of the softmax                (gpt-oss)
     sinks           (B, H, T, 1) sink logit per query, part of the softmax  (Inkling2)
     position_bias   added to the scores                                     (relative positions)
-    sliding_window  ignored, because the mask from `sdpa_mask` contains it
+    sliding_window  ignored, because the mask contains it
     indices         (B, T, K) keys selected by an indexer for each query (DeepSeek-V3.2); the attention function has to
                     apply the selection
     block_indices   (B, I, T, K) blocks of keys selected for each query by I indexer heads, each for H / I query heads;
                     -1 is none (MiniMax M3). The module's indexer has the block size.
-
-Find the attention modules of a Hugging Face model in a trial forward pass, to compute gradients at their inputs.
 
 The attention functions that a Hugging Face model calls: find them, observe their calls, and check their outputs.
 
@@ -30,6 +30,7 @@ Users can register functions of their own and replace those of transformers. sin
 queries, keys and mask; `SoftmaxCheck` compares the resulting output with that of the model's function.
 """
 
+import inspect
 import itertools
 import sys
 import threading
@@ -43,25 +44,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_overlay
 
 from sinklab.attention import masks
 from sinklab.attention.layer_call import LayerCall, LibraryKernel
-from sinklab.attention.masks import visible_keys
+from sinklab.attention.masks import Mask, MaskTensor, visible_keys
 from sinklab.attention.operations.base import Call
 from sinklab.attention.operations.similarity import Softmax
 from sinklab.attention.primitive import flex_serves
 from sinklab.attention.scores import Score, broadcast_index, compose, softcap
-from sinklab.errors import InputError, SinklabError
+from sinklab.errors import SinklabError
 from sinklab.models.families import (
     DEPTH_ATTENTION,
     SELECTED,
     SELECTED_BLOCKS,
     attention_implementation,
     model_configs,
-    weights_quantised,
 )
-from sinklab.models.hooks import HIDDEN, evaluating, hidden_states, hooked
 
 EAGER = "eager"
 EAGER_FUNCTION = "eager_attention_forward"  # suffix of the function's name in the file of a model's class
@@ -179,6 +178,8 @@ class OwnMasks:
 
 def as_for_sdpa(mask: Any, T: int, S: int, window: int | None, device: torch.device) -> Tensor | None:
     """Convert a mask for T queries and S keys; see `OwnMasks`."""
+    if mask is None and (not window or window >= S):
+        return None
     causal_TS = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
     if isinstance(mask, BlockMask):
         rows, heads = mask.shape[:2]
@@ -299,6 +300,46 @@ def _tolerance(layer: LayerCall, given_BHTV: Tensor) -> float:
     return eps**0.5
 
 
+def ruled_mask(**given: Any) -> Tensor | None:
+    """Return `sdpa_mask(**given)`, as a `MaskTensor` where the mask is a rule; None for the plain causal mask."""
+    if (rule := _rule(**given)) is None:
+        return sdpa_mask(**given)
+    shape = (given["batch_size"], 1, given["q_length"], given["kv_length"])
+    return None if rule.plain else MaskTensor(rule, partial(sdpa_mask, **given), shape, torch.device(given["device"]))
+
+
+def _rule(
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    mask_function: Callable[..., Tensor],
+    attention_mask: Tensor | None,
+    allow_is_causal_skip: bool,
+    **_: Any,
+) -> Mask | None:
+    """Return the rule of a mask from the arguments with which transformers builds it; None if it is not a known one.
+
+    `allow_is_causal_skip` is False if the mask is more than its `mask_function`. Padding is a document of its own: real
+    tokens see what `sdpa_mask` shows them, and padding, which sees no key there, sees padding.
+    """
+    whole = isinstance(q_offset, int) and q_offset == kv_offset == 0 and q_length == kv_length
+    fits = attention_mask is None or attention_mask.shape[1] == kv_length
+    if not (whole and fits and allow_is_causal_skip):
+        return None
+    rule: Mask = masks.CAUSAL
+    if mask_function is not causal_mask_function:
+        parts = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
+        if len(parts) != 2 or parts[1] is not causal_mask_function or parts[0].__code__ is not WINDOW_CODE:
+            return None
+        width: int = inspect.getclosurevars(parts[0]).nonlocals["sliding_window"]
+        rule = masks.Window(width) if width < kv_length else rule
+    if attention_mask is None or bool(attention_mask.all()):
+        return rule
+    return masks.both(rule, masks.Document(attention_mask.long()))
+
+
+WINDOW_CODE = sliding_window_overlay(1).__code__
 SOFTMAX = Softmax()
 ARGUMENTS = ("query", "key", "value", "attention_mask")  # of an attention function, after the module
 _numbers = itertools.count()
@@ -344,6 +385,8 @@ def read_call(
                 f"{type(module).__name__} attends to later tokens: sinks are measured only in causal language models"
             )
         allowed = masks.CAUSAL
+    elif isinstance(attention_mask, MaskTensor):
+        allowed = attention_mask.rule
     elif attention_mask.dtype == torch.bool:
         cached = key.shape[2] - query.shape[2]
         allowed = masks.Dense(attention_mask, later=bool(attention_mask.triu(1 + cached).any()))
@@ -356,7 +399,8 @@ def read_call(
 
     def fused() -> Tensor:
         kernel = AttentionInterface._global_mapping["sdpa"]
-        return kernel(module, query, key, value, attention_mask, scaling=scaling, **extras)[0].transpose(1, 2)
+        mask = attention_mask.compute() if isinstance(attention_mask, MaskTensor) else attention_mask
+        return kernel(module, query, key, value, mask, scaling=scaling, **extras)[0].transpose(1, 2)
 
     def by_sinklab() -> Tensor:
         out_BHTV, lse_BHT = call.attend(value)
@@ -364,10 +408,11 @@ def read_call(
             out_BHTV = out_BHTV * torch.sigmoid(lse_BHT - logit_BHT)[..., None].to(out_BHTV.dtype)
         return out_BHTV
 
-    if cap is None and logit_BHT is None:
+    flex = flex_serves(query, value)
+    if cap is None and logit_BHT is None and not (flex and isinstance(attention_mask, MaskTensor)):
         library = LibraryKernel("sdpa", fused)
     else:
-        library = LibraryKernel("flex" if flex_serves(query, value) else "chunked", by_sinklab)
+        library = LibraryKernel("flex" if flex else "chunked", by_sinklab)
     return LayerCall(SOFTMAX, call, value, library=library)
 
 
@@ -407,7 +452,9 @@ def _additive(bias: Tensor | None) -> Score | None:
 
 @contextmanager
 def attention_computed_by(model: PreTrainedModel, compute: Callable[[nn.Module, LayerCall], Tensor]) -> Iterator[None]:
-    """Compute attention calls by `compute` in the `with` block, with boolean masks; passes raise as `read_call`.
+    """Compute attention calls by `compute` in the `with` block, with the masks of `ruled_mask`.
+
+    Forward passes raise the errors of `read_call`.
 
     Calls that attend to layers instead of tokens (`DEPTH_ATTENTION`) are left to transformers.
 
@@ -423,7 +470,7 @@ def attention_computed_by(model: PreTrainedModel, compute: Callable[[nn.Module, 
 
     name = f"sinklab-{next(_numbers)}"
     AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, ruled_mask)
     try:
         with attention_implementation(model, name):
             yield
@@ -499,62 +546,3 @@ class OwnAttention:
         if out_BHTV is output():
             return own()[0]
         return out_BHTV.to(value.dtype).transpose(1, 2).contiguous(), None
-
-
-NORM = "norm"  # substring of a norm's class name in lower case
-
-
-def attention_modules(model: PreTrainedModel, tokens_1T: Tensor) -> list[nn.Module]:
-    """Return the attention modules in call order, and check that gradients can be computed at their inputs.
-
-    Args:
-        tokens_1T: token ids on which the model is run once.
-
-    Raises:
-        InputError: if weights are quantised (dequantised GGUF weights are allowed) or offloaded, or the input of an
-            attention module is not the output of a norm (in OLMo 2, the input is the residual stream), or a module is
-            used several times in a forward pass.
-        SinklabError: if an attention call cannot be interpreted (`read_call`).
-    """
-    if method := weights_quantised(model):
-        raise InputError(
-            f"the weights are quantised ({method}) and do not support gradients: load the model without quantisation"
-        )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise InputError("some weights are offloaded and do not support gradients: load the whole model into memory")
-    inputs: dict[nn.Module, Tensor | None] = {}
-    norms: list[Tensor] = []
-    found: list[nn.Module] = []
-
-    def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs[module] = args[0] if args else kwargs.get(HIDDEN)
-
-    def normed(module: nn.Module, _: Any, output: Any) -> None:
-        if NORM in type(module).__name__.lower():
-            norms.append(hidden_states(output))
-
-    def attention(module: nn.Module, layer: LayerCall) -> Tensor:
-        found.append(module)
-        return layer.own_output()
-
-    handles = (
-        handle
-        for module in model.modules()
-        for handle in (
-            module.register_forward_pre_hook(entering, with_kwargs=True),
-            module.register_forward_hook(normed),
-        )
-    )
-    with evaluating(model), hooked(handles), attention_computed_by(model, attention):
-        model(tokens_1T, use_cache=False)
-    if len(set(found)) < len(found):
-        raise InputError(
-            f"a {model.config.model_type!r} model uses layers several times in a forward pass: leave out the gradients"
-        )
-    for number, module in enumerate(found, 1):
-        if not any(inputs.get(module) is output for output in norms):
-            raise InputError(
-                "gradients are defined at the output of the norm before attention, and the input of attention layer "
-                f"{number} of this {model.config.model_type!r} model is not a norm's output: leave out the gradients"
-            )
-    return found

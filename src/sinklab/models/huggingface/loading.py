@@ -4,11 +4,9 @@ Weights are read only from safetensors and GGUF files: pickle files (.bin, .pt) 
 model's own code runs only if `trust_remote_code` is set. With `--subfolder`, the model is in a subfolder of a directory
 or hub repository; its tokenizer is in the subfolder or in the root.
 
-PEFT adapters (such as LoRA): which adapters belong to a model, and their application to its modules.
-
-A directory is an adapter if it has an adapter_config.json. Without weights of a model in it, the base model is the one
-that the config names. Adapters are applied by transformers and peft without merging, so that weights are not rounded
-again.
+A directory is a PEFT adapter (such as LoRA) if it has an adapter_config.json. Without weights of a model in it, the
+base model is the one that the config names. Adapters are applied by transformers and peft without merging, so that
+weights are not rounded again.
 """
 
 import re
@@ -26,7 +24,8 @@ from sinklab import register
 from sinklab.device import float32_if_emulated, pick_device
 from sinklab.errors import InputError, cause, require_extra
 from sinklab.files import parse_json
-from sinklab.models.families import EXPORTED, OTHER_HEAD, quantisation, text_config, vocabulary_size
+from sinklab.models.adapter import check_length
+from sinklab.models.families import EXPORTED, OTHER_HEAD, context_limit, quantisation, text_config, vocabulary_size
 from sinklab.models.huggingface.gguf import SUFFIX, Gguf, check_memory, parts_of, read_header
 from sinklab.models.huggingface.tokenizer_files import TokenizerKind, check_counts, check_index, load_tokenizer
 from sinklab.settings import dtype_name
@@ -118,8 +117,6 @@ QUANTISATION_PACKAGES = {
 }
 """Packages that transformers needs for quantised weights besides accelerate, by `quant_method`."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-
-
 LoadIn = Literal["4bit", "8bit"]
 
 
@@ -175,17 +172,18 @@ class Pretrained:
     commit: str | None = None
 
 
-def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
+def load_pretrained(name: str, loading: Loading = AS_IT_IS, length: int = 0) -> Pretrained:
     """Load a model and its tokenizer.
 
     Args:
         name: model directory, .gguf file or directory that contains one, or name on the Hugging Face hub. For a local
             model in a subfolder, the path of the subfolder (`in_subfolder`).
+        length: length of the sequences that will be read, compared with the config before the weights are loaded.
 
     Raises:
         InputError: if the model does not exist or is an encoder-decoder; if its config, tokenizer or weights are
-            missing, inconsistent, pickled or unreadable; if the dtype or device is unusable; or if the dequantised
-            weights of a GGUF file do not fit in the free memory.
+            missing, inconsistent, pickled or unreadable; if the dtype or device is unusable; if `length` is beyond the
+            context; or if the dequantised weights of a GGUF file do not fit in the free memory.
     """
     wanted, target = pick_dtype(loading.dtype), None if loading.device == DEVICE_MAP else pick_device(loading.device)
     base, adapters = base_and_adapters(name, loading.adapters)
@@ -194,6 +192,7 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS) -> Pretrained:
     config = source.config()
     if config.is_encoder_decoder:
         raise InputError(f"{name} is an encoder-decoder ({config.model_type}): use a decoder-only language model")
+    check_length(length, context_limit(config))
     method = quantisation(config)
     needed = () if method is None or method == "gguf" else (*QUANTISATION_PACKAGES.get(method, ()), "accelerate")
     if missing := [package for package in needed if not list(distributions(name=package))]:

@@ -47,6 +47,7 @@ from sinklab.models.hooks import (
 from sinklab.models.huggingface.forward_passes import (
     GateLayout,
     HiddenKeys,
+    attention_modules,
     find_gates,
     fixed_output,
     forward_loss,
@@ -55,7 +56,6 @@ from sinklab.models.huggingface.forward_passes import (
 from sinklab.models.huggingface.interface import (
     OwnAttention,
     attention_computed_by,
-    attention_modules,
     foreign_attention,
 )
 from sinklab.models.memory_budget import Sizes, sizes_of_pretrained
@@ -136,16 +136,7 @@ class HuggingFaceAdapter:
 
     @property
     def limit(self) -> int | None:
-        """`max_position_embeddings`; with linear, dynamic or yarn RoPE, the scaled context if that is longer."""
-        text = text_config(self.module.config)
-        context = getattr(text, "max_position_embeddings", None)
-        if not context or context < 0:  # -1 in XLNet: no limit
-            return None
-        for rope in families.rotary_parameters(self.module.config):
-            if rope.get("rope_type") in ("linear", "dynamic", "yarn"):
-                original = rope.get("original_max_position_embeddings") or text.max_position_embeddings
-                context = max(context, int(original * (rope.get("factor") or 1)))
-        return context
+        return families.context_limit(self.module.config)
 
     def check(self, tokens_NT: Tensor, longest: int, lengths: Sequence[int]) -> None:
         """Check token ids and sequence length, and that all `lengths` can be measured in one forward pass.
@@ -211,9 +202,9 @@ class HuggingFaceAdapter:
     def _body_output(self) -> Any:
         return self.module.base_model(self._some_tokens()[:, :1], use_cache=False)
 
-    def sizes(self, padded: bool, matrices: bool) -> Sizes:
+    def sizes(self, matrices: bool) -> Sizes:
         logits = not has_piecewise_logits(self.module)
-        return sizes_of_pretrained(self.module.config, matrices=matrices, padded=padded, logits=logits)
+        return sizes_of_pretrained(self.module.config, matrices=matrices, logits=logits)
 
     def notes(self) -> list[str]:
         """Return notes on quantised weights, on repeated layers and, after `gated`, on gates of an unknown kind."""
