@@ -103,7 +103,7 @@ def without_kernels() -> None:
     world.pick_device = lambda name: torch.device("cuda:0")
     driver.Accumulator.add = lambda totals, batch: batch.on_cpu()  # type: ignore[method-assign]
     driver.measurement_from = lambda *_, **__: None  # type: ignore[assignment]
-    masking_utils.is_tracing = lambda *_: False  # transformers takes fake tensors for those of an export
+    masking_utils.is_tracing = lambda tensor=None: False  # transformers takes fake tensors for those of an export
 
 
 @contextmanager

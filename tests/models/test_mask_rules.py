@@ -110,7 +110,7 @@ def test_an_unpadded_measurement_computes_no_mask_of_queries_by_keys(
 @pytest.mark.parametrize("name", WINDOWS)
 def test_the_numbers_are_those_of_the_entries(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, real = model_of(WINDOWS[name]()), padded(side)
-    given = {"attention_mask": real} if side != "none" else {}
+    given: dict[str, Any] = {"attention_mask": real} if side != "none" else {}
     rules = read_masks(model, input_ids=TOKENS, use_cache=False, **given)
     window, full = (Both, Document) if given else (Window, Causal)
     assert [type(rule) for rule in rules] == [window, window if name == "mistral" else full]
@@ -152,7 +152,7 @@ def test_on_a_card_flex_attention_computes_windows(name: str, monkeypatch: pytes
 
 def llama4() -> Any:
     return hf.Llama4TextConfig(
-        **{**COMMON, "sliding_window": None},
+        **COMMON | {"sliding_window": None},
         attention_chunk_size=16,
         layer_types=["chunked_attention", "full_attention"],
         num_local_experts=2,
@@ -187,6 +187,7 @@ def test_a_rule_behaves_as_its_entries_and_moves_without_them() -> None:
 
     mask = MaskTensor(Window(3), entries, (1, 1, T, T), torch.device("cpu"))
     moved = mask.to("meta")
+    assert isinstance(moved, MaskTensor)
     assert (moved.rule, moved.device.type, mask.shape, made) == (mask.rule, "meta", (1, 1, T, T), 0)
     assert torch.equal(mask & mask.logical_not(), torch.zeros(1, 1, T, T, dtype=torch.bool))
     assert made == 1

@@ -467,17 +467,17 @@ class MaskTensor(Tensor):
     """
 
     rule: Mask
-    compute: Callable[[], Tensor]
-    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors
+    compute: Callable[[], Any]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
 
     @staticmethod
-    def __new__(cls, rule: Mask, compute: Callable[[], Tensor], shape: Sequence[int], device: torch.device) -> Self:
+    def __new__(cls, rule: Mask, compute: Callable[[], Any], shape: Sequence[int], device: torch.device) -> Self:
         made: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         made.rule, made.compute = rule, functools.cache(compute)
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         assert not func._schema.is_mutable, "a mask that is changed in place would no longer have its rule"
         given, options = args[0], kwargs or {}
         if func is torch.ops.aten._to_copy.default and options.get("dtype") in (None, torch.bool):
