@@ -93,13 +93,28 @@ def test_the_format_with_the_fewest_bits_within_the_tolerance_is_chosen() -> Non
     assert smallest_format(some, -1.0, "keys") is None
 
 
-def advice(cost: float, tolerance: float = 0.01) -> Any:
-    made = Assessment.model_validate(assessment("org/model", cost))
-    return advice_of(made, tolerance, True, lambda ids: [f"<{token}>" for token in ids], torch.zeros(4, 64).long())
+def test_settings_that_rest_on_an_undecided_answer_are_not_printed() -> None:
+    unclear = {"targets": 100, "kl": 0.0, "error": 0.5}
+    made = assessment("org/model", 0.0)
+    made["kv_formats"]["formats"][0]["keys"] |= unclear
+    found = advised(made)
+    assert set(found.servers) == {"vLLM", "SGLang", "kvpress"}
+    assert "No settings for llama.cpp" in found.text()
+    for cache in made["streaming"]["caches"]:
+        cache["gap_error"] = 0.5
+    assert set(advised(made).servers) == {"vLLM", "SGLang"}
+    made["kv_formats"]["formats"][1]["name"] = "fp8"
+    made["kv_formats"]["formats"][1]["everything"] |= unclear
+    assert advised(made).undecided == ["vLLM", "SGLang", "llama.cpp", "kvpress"]
+
+
+def advised(made: dict[str, Any]) -> Any:
+    done = Assessment.model_validate(made)
+    return advice_of(done, 0.01, True, lambda ids: [f"<{token}>" for token in ids], torch.zeros(4, 64).long())
 
 
 def test_every_part_has_its_decisions_and_servers_their_own_options() -> None:
-    found = advice(0.5)
+    found = advised(assessment("org/model", 0.5))
     answers = {one.question: one.answer for one in found.decisions}
     assert answers["first tokens that must stay in the cache"] == "4"
     assert answers["BOS"] == "must be there"
@@ -109,7 +124,7 @@ def test_every_part_has_its_decisions_and_servers_their_own_options() -> None:
     assert found.servers["llama.cpp"].endswith("-ctk f16 -ctv f16 --context-shift --keep 4")
     assert found.servers["vLLM"] == "vllm serve org/model --kv-cache-dtype auto"
     assert found.servers["kvpress"].endswith("n_sink=4)")
-    free = advice(0.0)
+    free = advised(assessment("org/model", 0.0))
     assert {one.question: one.answer for one in free.decisions}["BOS"] == "may be left out"
     assert free.servers["llama.cpp"] == "llama-server -m MODEL.gguf -ctk q8_0 -ctv q8_0"
     assert len(free.text(full=False).splitlines()) == 1 + len(free.decisions) + len(free.servers)

@@ -70,6 +70,7 @@ class Advice(VersionedDocument):
         tolerance: largest loss in nats per token that a decision may add.
         decisions: question, answer and evidence of each decision.
         servers: settings by server, ready to paste.
+        undecided: servers that have no settings, because these would rest on undecided answers.
         notes: notes of the assessment.
     """
 
@@ -77,6 +78,7 @@ class Advice(VersionedDocument):
     tolerance: float
     decisions: list[Decision]
     servers: dict[str, str]
+    undecided: list[str]
     notes: list[str]
 
     def text(self, full: bool = True) -> str:
@@ -85,8 +87,11 @@ class Advice(VersionedDocument):
         for one in self.decisions:
             lines.append(f"  {one.question}: {one.answer}")
             lines += [f"      {one.evidence}"] if full else []
-        if any(one.answer == UNDECIDED for one in self.decisions):
-            lines.append("The settings below rest on undecided answers: pass more text (--sequences), not --quick.")
+        if self.undecided:
+            lines.append(
+                f"No settings for {', '.join(self.undecided)}, which rest on undecided answers; to decide them, repeat "
+                "without --quick or with more --text and --sequences (and another --out)."
+            )
         lines += [f"{server}:  {setting}" for server, setting in self.servers.items()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes if full)])
 
@@ -143,10 +148,10 @@ def advice_of(
     """
     results = done.results
     decisions, servers = list[Decision](), dict[str, str]()
-    first: int | None = None
+    first = ""
     if isinstance(streaming := results.get("streaming"), Streaming):
-        first, decision = first_tokens(streaming, tolerance)
-        decisions.append(decision)
+        decisions.append(first_tokens(streaming, tolerance)[1])
+        first = decisions[0].answer
     if isinstance(bos := results.get("bos"), Bos):
         decisions.append(_bos(bos, tolerance, default_bos))
     if isinstance(formats := results.get("kv_formats"), KVFormats):
@@ -159,11 +164,14 @@ def advice_of(
         decisions += [_heads(cache, tolerance), _prefix(cache, token_texts, tokens_NT)]
     if isinstance(quantisation := results.get("quantisation"), Quantisation):
         decisions.append(_activations(quantisation, tolerance))
-    if first is not None:
+    if first:
         servers["kvpress"] = f"press = StreamingLLMPress(compression_ratio=0.5, n_sink={first})"
+    undecided = [server for server, setting in servers.items() if UNDECIDED in setting]
+    servers = {server: setting for server, setting in servers.items() if server not in undecided}
     decisions += [Decision(part, "not assessed", why) for part, why in done.skipped.items() if part in PARTS]
     notes = [*done.notes, *done.errors(), f"settings follow the documentation of {READ}"]
-    return Advice(model=done.model, tolerance=tolerance, decisions=decisions, servers=servers, notes=notes)
+    decided = {"decisions": decisions, "servers": servers, "undecided": undecided}
+    return Advice(model=done.model, tolerance=tolerance, notes=notes, **decided)
 
 
 def first_tokens(streaming: Streaming, tolerance: float) -> tuple[int | None, Decision]:
@@ -210,6 +218,8 @@ def smallest_format(
 ) -> str | None:
     """Return the format with the fewest bits whose added loss is at most the tolerance; None if there is none.
 
+    The result is `UNDECIDED` if the standard error of this loss exceeds the tolerance.
+
     Args:
         part: what is stored in it: "keys", "values" or "everything".
         among: names of the formats that can be chosen.
@@ -220,7 +230,9 @@ def smallest_format(
         if one.name in among and getattr(one, part).loss - formats.unchanged.loss <= tolerance
     ]
     best = min(fits, key=lambda one: (_bits(one, part), getattr(one, part).loss), default=None)
-    return None if best is None else best.name
+    if best is None:
+        return None
+    return UNDECIDED if (getattr(best, part).error or 0.0) > tolerance else best.name
 
 
 def _format(formats: KVFormats, tolerance: float, part: str, question: str) -> Decision:
@@ -231,9 +243,8 @@ def _format(formats: KVFormats, tolerance: float, part: str, question: str) -> D
     evidence = f"added loss (nats per token): {shown}"
     if (name := smallest_format(formats, tolerance, part)) is None:
         return Decision(question, "16 bits", f"{evidence}; none is within the tolerance")
-    if (error := effects[name].error) is not None and error > tolerance:
-        return Decision(question, UNDECIDED, f"{evidence}; {name} has a standard error of {error:.3f}: pass more text")
-    return Decision(question, name, evidence)
+    more = "; the standard error of the smallest exceeds the tolerance: pass more text" if name == UNDECIDED else ""
+    return Decision(question, name, evidence + more)
 
 
 def _layers(formats: KVFormats, tolerance: float) -> tuple[list[int], Decision]:
@@ -292,15 +303,18 @@ def _error(effect: Effect) -> str:
 
 
 def _servers(
-    model: str, first: int | None, layers: Sequence[int], formats: KVFormats, tolerance: float
+    model: str, first: str, layers: Sequence[int], formats: KVFormats, tolerance: float
 ) -> Iterator[tuple[str, str]]:
-    """Yield the settings of each server, in the smallest of its own formats that is within the tolerance."""
+    """Yield the settings of each server, in the smallest of its own formats that is within the tolerance.
+
+    `first` is the number of first tokens to keep, `UNDECIDED` or empty. A setting may be `UNDECIDED`.
+    """
 
     def chosen(part: str, **names: str) -> str | None:
         """Return the server's name of a format; `names` are pairs of our name, with _ for a space, and the server's."""
         ours = {name.replace("__", " "): theirs for name, theirs in names.items()}
         found = smallest_format(formats, tolerance, part, tuple(ours))
-        return None if found is None else ours[found]
+        return found if found in (None, UNDECIDED) else ours[found]
 
     presets = {name: name for name in FORMATS if name.startswith("turboquant")}
     dtype = chosen("everything", fp8="fp8", nvfp4="nvfp4", **presets) or "auto"
@@ -310,5 +324,5 @@ def _servers(
     dtype = chosen("everything", fp8="fp8_e4m3", nvfp4="fp4_e2m1") or "auto"
     yield "SGLang", f"python -m sglang.launch_server --model-path {model} --kv-cache-dtype {dtype}"
     kinds = [chosen(part, q8_0="q8_0", q4_0__rotated="q4_0") or "f16" for part in ("keys", "values")]
-    keep = f" --context-shift --keep {first}" if first else ""
+    keep = f" --context-shift --keep {first}" if first.strip("0") else ""
     yield "llama.cpp", f"llama-server -m MODEL.gguf -ctk {kinds[0]} -ctv {kinds[1]}{keep}"

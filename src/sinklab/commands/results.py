@@ -424,6 +424,8 @@ def _print_estimates(found: Sequence[Mapping[Scale, ScaleCost]], console: Consol
             ways.setdefault(cost.estimated, []).append(scale)
     for estimated, scales in ways.items():
         console.print(f"{', '.join(scales)}: {jobs_here()} at a time, {estimated}", highlight=False)
+    if ways and (busy := busy_line(os.getloadavg()[0], cores_here())):
+        console.print(busy, highlight=False)
 
 
 def print_coverage(parts: Mapping[str, Covered], console: Console) -> None:
