@@ -21,6 +21,13 @@ def test_a_gpu_benchmark_runs_dry(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_the_documented_table_of_large_models_is_that_of_the_formulae(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks.gpu.costs import large_models
+
+    assert "\n".join(large_models()) in (ROOT / "docs" / "measuring.md").read_text("utf-8")
+
+
 def test_a_case_that_fails_is_a_line_and_does_not_end_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

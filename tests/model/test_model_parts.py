@@ -9,6 +9,7 @@ from closeness import assert_close
 from torch import Tensor, nn
 
 from sinklab.data.prepare import prepared
+from sinklab.interventions import VARIANTS
 from sinklab.model.block import Attention, LayerInputs
 from sinklab.model.norm import DynamicTanh, RmsNorm
 from sinklab.model.position import rotary_tables, rotate
@@ -171,6 +172,22 @@ def test_parts_work_under_bfloat16_autocast_as_in_float32(model: dict[str, objec
     loss.backward()
     torch.testing.assert_close(loss, transformer.loss(tokens()), rtol=2e-2, atol=0)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in transformer.parameters())
+
+
+PROJECTED = ("embedding_projected", "outlier_safe")  # their stream begins with a linear layer, so it is bfloat16
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_under_bfloat16_autocast_the_residual_stream_final_norm_and_loss_are_float32(name: str) -> None:
+    model = Transformer(build_recipe(SMALL, VARIANTS[name].overlay).model)
+    blocks = [outputs_of(block) for block in model.blocks]
+    normed = outputs_of(model.final_norm)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model.loss(tokens(length=33))
+    stream = {x.dtype for seen in blocks for x in seen}
+    assert stream == {torch.bfloat16 if name in PROJECTED else torch.float32}
+    assert loss.dtype == torch.float32
+    assert name in PROJECTED or {x.dtype for x in normed} == {torch.float32}
 
 
 @pytest.mark.parametrize("bias", ["none", "sink_token", "k"])

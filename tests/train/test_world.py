@@ -2,25 +2,49 @@
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from commands import call_together
 
+from sinklab.data.loader import TokenDataset
+from sinklab.data.prepare import prepare, settings_of
 from sinklab.errors import SinklabError
-from sinklab.train.world import PATIENCE, World, joined_world, own_card
+from sinklab.train.loop import Trainer
+from sinklab.train.recipe import build_recipe
+from sinklab.train.run import open_run
+from sinklab.train.world import PATIENCE, STEP_PATIENCE, World, joined_world, own_card
 
 
-def patience(world: World, out: Path) -> None:
-    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-    (out / str(world.rank)).write_text(str(backend.options._timeout))
+def patience() -> str:
+    return str(dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout)
 
 
-def test_processes_wait_longer_than_pytorchs_half_hour_for_prepared_text(tmp_path: Path) -> None:
-    assert call_together(patience, 2, tmp_path) == [0, 0]
-    assert {path.read_text() for path in tmp_path.iterdir()} == {str(PATIENCE)}
-    assert dist.distributed_c10d.default_pg_timeout < PATIENCE
+def train(world: World, out: Path) -> None:
+    """Write the timeout at every update of a run."""
+    found = [patience()]
+
+    def watch(step: int, row: dict[str, Any] | None) -> None:
+        found.append(f"{step} {patience()}")
+
+    sizes = {"layers": 1, "width": 16, "heads": 2, "ffn_width": 16, "context": 8}
+    steps = {"steps": 3, "batch_size": 4, "eval_every": 2, "eval_sequences": 2}
+    recipe = build_recipe({"model": sizes, "train": steps, "metric": {"sequences": 2, "length": 8}})
+    run = open_run(recipe, TokenDataset(out / "tokens"), out / "run")
+    Trainer(run, watch, world=world).train()
+    (out / f"rank-{world.rank}").write_text("\n".join(found))
+
+
+def test_processes_wait_two_hours_until_the_first_update_and_then_ten_minutes(tmp_path: Path) -> None:
+    text = "synthetic:bigram_backcopy:length=9,documents=100"
+    prepare(settings_of(text, "words", valid_fraction=0.2), tmp_path / "tokens")
+    assert call_together(train, 2, tmp_path) == [0, 0]
+    long, short = str(PATIENCE), str(STEP_PATIENCE)
+    expected = [long, f"0 {long}", f"1 {short}", f"2 {short}", f"2 {short}", f"3 {short}", f"3 {short}"]
+    for rank in (0, 1):
+        assert (tmp_path / f"rank-{rank}").read_text().splitlines() == expected
 
 
 def test_a_port_in_use_ends_the_process_in_a_sentence(

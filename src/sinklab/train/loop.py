@@ -35,7 +35,7 @@ from sinklab.train.planning import model_flops, peak_flops
 from sinklab.train.recipe import Recipe
 from sinklab.train.run import Run, establish, finite, read_metrics, rewrite_metrics
 from sinklab.train.update import DivergedError, NotFiniteError, Updater
-from sinklab.train.world import ALONE, World, compile_blocks
+from sinklab.train.world import ALONE, PATIENCE, STEP_PATIENCE, World, compile_blocks
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ class Trainer:
     ) -> None:
         self.at_end = at_end
         self.run, self.recipe, self.watch, self.should_stop, self.world = run, run.recipe, watch, should_stop, world
+        world.limit_waiting(PATIENCE)
         what = (run.hash, run.recipe.train)  # the hash excludes some keys of train (`UNHASHED_TRAIN_KEYS`)
         self._must_all(
             what == world.from_first(lambda: what),
@@ -162,9 +163,12 @@ class Trainer:
         if state.step == self._unevaluated:
             self._raise_if_stopped()
             self._evaluate()
+        waiting = PATIENCE
         while state.step < options.steps:
             self._raise_if_stopped()
             self._update()
+            if waiting > STEP_PATIENCE:
+                self.world.limit_waiting(waiting := STEP_PATIENCE)
             last = state.step == options.steps
             self.watch(state.step, None)
             if state.step % options.eval_every == 0 or last:

@@ -131,6 +131,12 @@ class World:
             dist.broadcast_object_list(answer)
         return answer[0]
 
+    def limit_waiting(self, timeout: timedelta) -> None:
+        """Set the timeout of later collectives, once all processes have called this."""
+        if self.size > 1:
+            self.any(False)  # barrier: no process may still be compiling when others wait for less time
+            dist.distributed_c10d._set_pg_timeout(timeout)
+
     def shared_error(self, error: E) -> E:
         """Mark an error that every process raises, so that only rank 0 prints it, and return it."""
         error.printed_elsewhere = not self.is_first
@@ -170,9 +176,10 @@ class World:
 
 
 ALONE = World()
-PATIENCE = timedelta(hours=2)
-"""Timeout of collectives, long enough for another process to prepare text or compile. PyTorch's defaults are 30 minutes
-(gloo) and 10 minutes (NCCL). gloo and torchrun detect a terminated process before the timeout."""
+PATIENCE, STEP_PATIENCE = timedelta(hours=2), timedelta(minutes=10)
+"""Timeouts of collectives until a run's first update, long enough for another process to prepare text or compile, and
+after it, when only a process that hangs keeps the others waiting. gloo and torchrun detect a terminated process before
+the timeout."""
 
 
 @contextmanager
@@ -180,7 +187,8 @@ def joined_world() -> Iterator[World]:
     """Initialise the process group of torchrun and yield its `World`; with a single process, yield `ALONE`.
 
     If CUDA and NCCL are available, NCCL is initialised too, for the GPU `own_card`; otherwise every process would
-    allocate memory on the first GPU. A process that waits longer than `PATIENCE` in a collective fails.
+    allocate memory on the first GPU. A process that waits longer than `PATIENCE` in a collective fails (`STEP_PATIENCE`
+    after the first update, see `Trainer`).
 
     The process must exit by `os._exit`: destroying gloo can deadlock if a DDP model outlives its process group.
 
