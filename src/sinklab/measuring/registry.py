@@ -30,7 +30,7 @@ sink_window_start sink rate of the first key of a query's window, percent, with 
 valid_loss        validation loss, nats per token
 train_loss        training loss, mean over the updates since the previous evaluation, nats per token
 norm_ratio        |h_1| over the mean |h_t| of the other positions t, maximum over blocks; None if infinite
-norm_ratio_block_K    the same ratio after block K, K from 1
+norm_ratio_block_N    the same ratio after block N; 0 is the embeddings
 norm_ratio_last   the same ratio after the last block, before the final norm, as in figures 7 and 8 of the paper
 norm_growth_last  norm_ratio_last over that of the untrained model, a factor
 norm_untrained    norm_ratio of the untrained model (step 0)
