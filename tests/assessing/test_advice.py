@@ -119,7 +119,7 @@ def test_every_part_has_its_decisions_and_servers_their_own_options() -> None:
     assert answers["first tokens that must stay in the cache"] == "4"
     assert answers["BOS"] == "must be there"
     assert answers["format of keys and values"] == "16 bits"
-    assert answers["layers whose cache must not be rounded"] == "none"  # none in the format with the fewest bits
+    assert answers["layers not to be rounded to 3 bits"] == "none"  # none in the format with the fewest bits
     assert answers["tokens to put in front (PrefixQuant)"] == "BOS, or any token"
     assert found.servers["llama.cpp"].endswith("-ctk f16 -ctv f16 --context-shift --keep 4")
     assert found.servers["vLLM"] == "vllm serve org/model --kv-cache-dtype auto"

@@ -7,8 +7,8 @@ Every decision compares losses on the same text with a tolerance in nats per tok
     BOS              needed if the loss without it exceeds the loss with it by more than the tolerance (`bos`)
     K and V format   the format with the fewest bits per number whose added loss is at most the tolerance, for keys
                      alone, values alone, and both (`kv_formats`)
-    layers           those whose keys and values alone, in the fewest bits tried, change the predictions by a divergence
-                     above the tolerance (`kv_formats`)
+    layers           those whose keys and values alone, in the fewest bits tried (3), change the predictions by a
+                     divergence above the tolerance (`kv_formats`)
     KV heads         the same for a single KV head in 2 bits (`kv_cache`)
     activations      static int8 scales if they add at most the tolerance more than a scale per token (`quantisation`)
 
@@ -157,9 +157,8 @@ def advice_of(
     if isinstance(formats := results.get("kv_formats"), KVFormats):
         for part, what in (("keys", "keys"), ("values", "values"), ("everything", "keys and values")):
             decisions.append(_format(formats, tolerance, part, f"format of {what}"))
-        layers, decision = _layers(formats, tolerance)
-        decisions.append(decision)
-        servers = dict(_servers(done.model, first, layers, formats, tolerance))
+        decisions.append(_layers(formats, tolerance))
+        servers = dict(_servers(done.model, first, formats, tolerance))
     if isinstance(cache := results.get("kv_cache"), KVCache):
         decisions += [_heads(cache, tolerance), _prefix(cache, token_texts, tokens_NT)]
     if isinstance(quantisation := results.get("quantisation"), Quantisation):
@@ -247,8 +246,8 @@ def _format(formats: KVFormats, tolerance: float, part: str, question: str) -> D
     return Decision(question, name, evidence + more)
 
 
-def _layers(formats: KVFormats, tolerance: float) -> tuple[list[int], Decision]:
-    """Return the layers (1-based) that must not be rounded, and the decision."""
+def _layers(formats: KVFormats, tolerance: float) -> Decision:
+    """Decide which layers (1-based) must not be rounded to the format with the fewest bits."""
     name = BY_LAYER[-1]
     rows = [one for one in formats.layers if one.name == name]
     costly = [one for one in rows if one.everything.kl > tolerance]
@@ -258,7 +257,7 @@ def _layers(formats: KVFormats, tolerance: float) -> tuple[list[int], Decision]:
     )
     answer = ", ".join(str(one.layer) for one in costly) or "none"
     evidence = f"each layer alone in {name}; costliest: {listed} (layers from 1; vLLM counts them from 0)"
-    return [one.layer for one in costly], Decision("layers whose cache must not be rounded", answer, evidence)
+    return Decision("layers not to be rounded to 3 bits", answer, evidence)
 
 
 def _heads(cache: KVCache, tolerance: float) -> Decision:
@@ -302,9 +301,7 @@ def _error(effect: Effect) -> str:
     return "" if effect.error is None else f" (standard error {effect.error:.3f})"
 
 
-def _servers(
-    model: str, first: str, layers: Sequence[int], formats: KVFormats, tolerance: float
-) -> Iterator[tuple[str, str]]:
+def _servers(model: str, first: str, formats: KVFormats, tolerance: float) -> Iterator[tuple[str, str]]:
     """Yield the settings of each server, in the smallest of its own formats that is within the tolerance.
 
     `first` is the number of first tokens to keep, `UNDECIDED` or empty. A setting may be `UNDECIDED`.
@@ -318,11 +315,10 @@ def _servers(
 
     presets = {name: name for name in FORMATS if name.startswith("turboquant")}
     dtype = chosen("everything", fp8="fp8", nvfp4="nvfp4", **presets) or "auto"
-    skipped = " ".join(str(layer - 1) for layer in layers)
-    skip = f" --kv-cache-dtype-skip-layers {skipped}" if skipped and dtype != "auto" else ""
-    yield "vLLM", f"vllm serve {model} --kv-cache-dtype {dtype}{skip}"
+    yield "vLLM", f"vllm serve {model} --kv-cache-dtype {dtype}"
     dtype = chosen("everything", fp8="fp8_e4m3", nvfp4="fp4_e2m1") or "auto"
     yield "SGLang", f"python -m sglang.launch_server --model-path {model} --kv-cache-dtype {dtype}"
     kinds = [chosen(part, q8_0="q8_0", q4_0__rotated="q4_0") or "f16" for part in ("keys", "values")]
     keep = f" --context-shift --keep {first}" if first.strip("0") else ""
-    yield "llama.cpp", f"llama-server -m MODEL.gguf -ctk {kinds[0]} -ctv {kinds[1]}{keep}"
+    file = model if model.endswith(".gguf") else "MODEL.gguf"
+    yield "llama.cpp", f"llama-server -m {file} -ctk {kinds[0]} -ctv {kinds[1]}{keep}"
