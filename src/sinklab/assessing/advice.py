@@ -248,8 +248,10 @@ def _format(formats: KVFormats, tolerance: float, part: str, question: str) -> D
 
 def _layers(formats: KVFormats, tolerance: float) -> Decision:
     """Decide which layers (1-based) must not be rounded to the format with the fewest bits."""
-    name = BY_LAYER[-1]
+    question, name = "layers not to be rounded to 3 bits", BY_LAYER[-1]
     rows = [one for one in formats.layers if one.name == name]
+    if not formats.layers:
+        return Decision(question, "not assessed", "--quick rounds no layer alone")
     costly = [one for one in rows if one.everything.kl > tolerance]
     top = sorted(rows, key=lambda one: -one.everything.kl)[:3]
     listed = ", ".join(
@@ -257,7 +259,7 @@ def _layers(formats: KVFormats, tolerance: float) -> Decision:
     )
     answer = ", ".join(str(one.layer) for one in costly) or "none"
     evidence = f"each layer alone in {name}; costliest: {listed} (layers from 1; vLLM counts them from 0)"
-    return Decision("layers not to be rounded to 3 bits", answer, evidence)
+    return Decision(question, answer, evidence)
 
 
 def _heads(cache: KVCache, tolerance: float) -> Decision:

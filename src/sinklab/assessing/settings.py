@@ -86,9 +86,9 @@ class AssessOptions(CommandSettings, frozen=True):
     quick: bool = Field(
         default=False,
         exclude_if=lambda quick: not quick,
-        description="Fewer settings, on 512 tokens (streaming: 1,024); in `assess` only streaming, quantisation, "
-        "eviction, prompt_cache and kv_cache: under 3 minutes for 135 M parameters on 2 CPU cores. Explicit options "
-        "take precedence.",
+        description="Fewer settings, on 512 tokens (streaming: 1,024), and no layer or head alone; in `assess` only "
+        "streaming, quantisation, eviction, prompt_cache and kv_cache: under 3 minutes for 135 M parameters on 2 CPU "
+        "cores. Explicit options take precedence.",
     )
     sequences: Annotated[int | None, Flag(panel=INPUT)] = Field(
         default=None,

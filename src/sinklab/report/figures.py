@@ -296,6 +296,8 @@ def assessment_figures(data: ReportData) -> list[Figure]:
             found.append(settings)
         for name, part in one.results.items():
             figure = part.figure()
+            if not figure.rows:
+                continue
             order = figure.series or list(dict.fromkeys(str(row[figure.colour]) for row in figure.rows))
             axes = (figure.rows, figure.x, figure.y, figure.colour, order)
             more: Any = {"reference": figure.reference, "tips": figure.tooltip}

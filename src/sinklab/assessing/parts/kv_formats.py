@@ -229,7 +229,7 @@ class KVFormats(AssessPart):
     Attributes:
         sink_positions: number n of sink positions, including a learned sink token or registers.
         formats: losses by format.
-        layers: losses of each layer alone, by format and layer.
+        layers: losses of each layer alone, by format and layer; empty with --quick.
     """
 
     name = "kv_formats"
@@ -261,12 +261,13 @@ class KVFormats(AssessPart):
 
     @classmethod
     def run(cls, given: PartInput) -> "KVFormats":
-        """Measure the loss in every format, and with each layer alone in the formats of BY_LAYER."""
+        """Measure the loss in every format, and without `quick` with each layer alone in the formats of BY_LAYER."""
         adapter, settings, reader = given.adapter, given.settings, given.reader()
         spared, draws = adapter.leading + settings.sink_tokens, settings.sizes.draws
         layers = probe(adapter)
         width = layers[0].call.k_BGTD.shape[-1]
-        passes = 4 * draws * len(FORMATS) + 2 * len(BY_LAYER) * len(layers)
+        alone = [] if settings.quick else layers
+        passes = 4 * draws * len(FORMATS) + 2 * len(BY_LAYER) * len(alone)
         given.passes.expect(passes * len(given.tokens_NT))
 
         def drawn(change: StoredCache) -> list[ByPosition]:
@@ -292,7 +293,7 @@ class KVFormats(AssessPart):
             )
         by_layer = []
         for name in BY_LAYER:
-            for one in layers:
+            for one in alone:
                 change = StoredCache(FORMATS[name], layer=one.index)
                 both, rest = reader.under(change), reader.under(replace(change, spared=spared))
                 effects = {"everything": both.effect(), "without_sink": rest.effect()}
@@ -328,6 +329,8 @@ class KVFormats(AssessPart):
         return super().point(effect, series, x, effect.kl)
 
     def remark(self) -> str:
+        if not self.layers:
+            return ""
         named = []
         for name in BY_LAYER:
             costliest = sorted((one for one in self.layers if one.name == name), key=lambda one: -one.everything.kl)[:3]
