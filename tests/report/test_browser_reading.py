@@ -140,6 +140,17 @@ def test_a_map_in_the_page_is_the_one_that_was_measured(tab: BrowserTab, pages: 
     assert np.abs(np.array(shares) - expected).max() < 0.006
 
 
+def test_a_page_of_few_charts_is_printed_unfolded_and_folded_again(
+    tab: BrowserTab, pages: dict[str, Path], tmp_path: Path
+) -> None:
+    tab.open(pages["details"])
+    folded = "document.querySelectorAll('details:not([open], .vega-embed details)').length"
+    tab.evaluate(f"window.before = {folded}; addEventListener('beforeprint', () => (window.atPrint = {folded}))")
+    tab.printed(tmp_path / "page.pdf")
+    assert tab.evaluate("window.atPrint") == 0 < tab.evaluate("window.before")
+    tab.until(f"{folded} === window.before")
+
+
 def test_the_contents_lead_to_every_section(tab: BrowserTab, pages: dict[str, Path]) -> None:
     tab.open(pages["measure"])
     links = tab.evaluate("[...document.querySelectorAll('.contents a')].map((one) => one.hash.slice(1))")

@@ -114,12 +114,18 @@ function unfold() {
 window.addEventListener("hashchange", unfold);
 unfold();
 
-// Draws the remaining visible charts before printing. Printing waits for promises, but not for events, and drawing
-// uses promises only.
-const visible = (place) => !place.closest("details:not([open])");
-window.addEventListener("beforeprint", () => [...waiting.keys()].filter(visible).forEach(draw));
-
+// Before printing, unfolds a page of up to FEW charts, and draws the remaining visible charts. Printing waits for
+// promises, but not for events, and drawing uses promises only.
 const all = [...waiting.keys()];
+const visible = (place) => !place.closest("details:not([open])");
+const folded = new Set();
+window.addEventListener("beforeprint", () => {
+  const closed = all.length > FEW ? [] : document.querySelectorAll("details:not([open], .vega-embed details)");
+  closed.forEach((one) => ((one.open = true), folded.add(one)));
+  [...waiting.keys()].filter(visible).forEach(draw);
+});
+window.addEventListener("afterprint", () => folded.forEach((one) => folded.delete(one) && (one.open = false)));
+
 const atOnce = all.length <= FEW ? all.filter(visible) : [];
 await Promise.all(atOnce.map(draw));
 const later = all.filter((place) => waiting.has(place));
