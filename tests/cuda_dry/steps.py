@@ -97,7 +97,7 @@ def flex_attention(
 def without_kernels() -> None:
     """Put plain operations in the place of what only a card runs, and leave out what needs numbers."""
     primitive._compiled_flex = lambda: flex_attention  # pyrefly: ignore[bad-assignment]
-    primitive.flex.create_block_mask = lambda mask_mod, *_, **__: SimpleNamespace(mask_mod=mask_mod)
+    primitive.flex.create_block_mask = lambda mask_mod, *_, **__: SimpleNamespace(mask_mod=mask_mod)  # pyrefly: ignore[bad-assignment]
     loss._compiled_loss = lambda: loss._loss_and_slope  # type: ignore[assignment]
     world.pick_device = lambda name: torch.device("cuda:0")
     driver.Accumulator.add = lambda totals, batch: batch.on_cpu()  # type: ignore[method-assign]
