@@ -78,7 +78,7 @@ PRETRAINED: dict[str, Any] = {
 
 
 def flex_attention(
-    q: Tensor, k: Tensor, v: Tensor, score_mod: Any, block_mask: Any, scale: float, **_: Any
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Any, block_mask: Any, scale: float, **options: Any
 ) -> tuple[Tensor, Any]:
     """FlexAttention as plain operations; refuses what its kernel may answer with NaN (PyTorch issue 153799)."""
     (_, H, T, _), S = q.shape, k.shape[2]
