@@ -70,6 +70,17 @@ def test_flex_forward_equals_eager(score: str, mask: str) -> None:
         torch.testing.assert_close(ours, reference.to(ours.dtype), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("score", "mask"), one_in(5, itertools.product(scores(), MASKS)))
+def test_padding_to_whole_blocks_changes_nothing(score: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.detach().float() for x in qkv())
+    matrix = ScoreMatrix(q[:, :, 1:], k, MASKS[mask], scores()[score])
+    monkeypatch.setattr(flex_backend, "_needs_padding", lambda *_: True)
+    with torch.no_grad():
+        padded, eager = (attend(matrix, v, backend) for backend in ("flex", "eager"))
+    for ours, reference in zip(padded, eager, strict=True):
+        torch.testing.assert_close(ours, reference.to(ours.dtype), rtol=1e-4, atol=1e-4)
+
+
 SHORT = torch.arange(70) < torch.tensor([[70], [41]])  # the second sequence has padding on the right
 SUMMED: dict[str, Score | None] = {"none": None, "sigmoid": log_sigmoid(), "softcap": softcap(2.0), "relu": log_relu()}
 
@@ -136,8 +147,9 @@ def test_flex_says_that_it_does_not_train_on_a_cpu() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention's compiled kernel and its gradients need CUDA")
 @pytest.mark.parametrize("operation", TAKING_BIAS_KEYS)
-def test_flex_trains_on_cuda(operation: str) -> None:
-    width, length = 64, 256
+@pytest.mark.parametrize("length", [256, 201])  # 201 is no whole number of blocks
+def test_flex_trains_on_cuda(operation: str, length: int) -> None:
+    width = 64
     generator = torch.Generator().manual_seed(0)
     queries = config_of(operation, "none", "causal").operation.queries_per_head
     shapes = ((H, queries * width), (G, width), (G, width))

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from fake_card import EVENTS, SOURCE, card, pretend  # first: it loads what PyTorch must find
@@ -29,9 +30,6 @@ from transformers import masking_utils  # noqa: E402
 
 from sinklab.attention import importance, primitive  # noqa: E402
 from sinklab.attention import query_blocks as blocks  # noqa: E402
-from sinklab.attention.masks import Mask  # noqa: E402
-from sinklab.attention.primitive import score_mod  # noqa: E402
-from sinklab.attention.scores import Score, for_flex  # noqa: E402
 from sinklab.data.prepare import prepare, settings_of  # noqa: E402
 from sinklab.interventions import VARIANTS  # noqa: E402
 from sinklab.measuring import driver  # noqa: E402
@@ -79,26 +77,27 @@ PRETRAINED: dict[str, Any] = {
 }
 
 
-def flex_attend(
-    q: Tensor, k: Tensor, v: Tensor, score: Score | None, mask: Mask, scale: float
-) -> tuple[Tensor, Tensor]:
-    """`flex.flex_attend`, its kernel as plain operations."""
+def flex_attention(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Any, block_mask: Any, scale: float, **options: Any
+) -> tuple[Tensor, Any]:
+    """FlexAttention as plain operations; refuses what its kernel may answer with NaN (PyTorch issue 153799)."""
     (_, H, T, _), S = q.shape, k.shape[2]
-    kernel = for_flex(score)
+    if score_mod is not None and torch.is_grad_enabled() and q.requires_grad:
+        assert T % 128 == S % 128 == 0, f"trains with a score function on {T} queries and {S} keys"
     k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
-    logits = (kernel.query(q) @ k.mT).float() * scale
+    logits = (q @ k.mT).float() * scale
     places = blocks.indices(logits, blocks.Block(0, T, 0, S), 0)
-    if kernel.score is not None:
-        logits = score_mod(kernel.score, S - T)(logits, *places)
-    b, h, row, column = places
-    logits = logits.masked_fill(~mask.allowed(b, h, row + S - T, column), -torch.inf)
+    if score_mod is not None:
+        logits = score_mod(logits, *places)
+    logits = logits.masked_fill(~block_mask.mask_mod(*places), -torch.inf)
     lse = logits.logsumexp(-1)
-    return (logits - lse[..., None]).exp().to(v.dtype) @ v, kernel.normaliser(lse)
+    return (logits - lse[..., None]).exp().to(v.dtype) @ v, SimpleNamespace(lse=lse)
 
 
 def without_kernels() -> None:
     """Put plain operations in the place of what only a card runs, and leave out what needs numbers."""
-    primitive.flex_attend = importance.flex_attend = flex_attend  # pyrefly: ignore[bad-assignment]
+    primitive._compiled_flex = lambda: flex_attention  # pyrefly: ignore[bad-assignment]
+    primitive.flex.create_block_mask = lambda mask_mod, *_, **__: SimpleNamespace(mask_mod=mask_mod)  # pyrefly: ignore[bad-assignment]
     loss._compiled_loss = lambda: loss._loss_and_slope  # type: ignore[assignment]
     world.pick_device = lambda name: torch.device("cuda:0")
     driver.Accumulator.add = lambda totals, batch: batch.on_cpu()  # type: ignore[method-assign]
@@ -125,6 +124,7 @@ def phases(overlay: Any, data: Any, out: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     values = recipe_values("60m")
     importance.seen_by.cache_clear()
+    primitive._block_mask.cache_clear()
     try:
         with card():
             with noted(found, "build"):

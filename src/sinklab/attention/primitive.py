@@ -205,41 +205,65 @@ def flex_attend(
     """
     (_, H, T, _), S = q_BHTD.shape, k_BGSD.shape[2]
     tensors = (q_BHTD, k_BGSD, v_BGSV, *(score.tensors if score else ()))
-    if not q_BHTD.is_cuda and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if trains and not q_BHTD.is_cuda:
         raise ValueError("the flex backend trains on CUDA only: use backend auto, chunked or eager on a CPU")
     run = _compiled_flex() if q_BHTD.is_cuda else flex.flex_attention
     kernel = for_flex(score)
+    pad = _needs_padding(T, S, trains and kernel.score is not None)
+    values = v_BGSV if v_BGSV.shape[-1] else k_BGSD[..., :NARROWEST]  # not k itself: two inputs must not be one tensor
     out, aux = run(
-        kernel.query(q_BHTD),
-        k_BGSD,
-        v_BGSV if v_BGSV.shape[-1] else k_BGSD[..., :NARROWEST],  # not k itself: two inputs must not be one tensor
-        score_mod=None if kernel.score is None else score_mod(kernel.score, S - T),
-        block_mask=_block_mask(mask, T, S, str(q_BHTD.device)),
+        *(_padded(x, pad) for x in (kernel.query(q_BHTD), k_BGSD, values)),
+        score_mod=None if kernel.score is None else score_mod(kernel.score, S - T, (T, S) if pad else None),
+        block_mask=_block_mask(mask, T, S, str(q_BHTD.device), pad),
         scale=scale,
         enable_gqa=k_BGSD.shape[1] != H,
         return_aux=flex.AuxRequest(lse=True),
     )
     assert isinstance(aux.lse, Tensor)
-    return (out if v_BGSV.shape[-1] else out[..., :0]), kernel.normaliser(aux.lse)
+    return out[:, :, :T, : v_BGSV.shape[-1]], kernel.normaliser(aux.lse[..., :T])
 
 
-def score_mod(score: Score, offset: int) -> Any:
-    """Return a score function as FlexAttention's `score_mod`; `offset` is the first query's position among the keys."""
+MULTIPLE = 128  # positions in a block of FlexAttention
+
+
+def _needs_padding(queries: int, keys: int, trains_score: bool) -> bool:
+    """Return True if the kernel's gradients may be NaN: a score function and part of a block (PyTorch issue 153799)."""
+    return trains_score and bool(queries % MULTIPLE or keys % MULTIPLE)
+
+
+def _padded(x_BHLD: Tensor, pad: bool) -> Tensor:
+    return F.pad(x_BHLD, (0, 0, 0, -x_BHLD.shape[2] % MULTIPLE)) if pad else x_BHLD
+
+
+def score_mod(score: Score, offset: int, lengths: tuple[int, int] | None = None) -> Any:
+    """Return a score function as FlexAttention's `score_mod`.
+
+    Args:
+        offset: position of the first query among the keys.
+        lengths: numbers of queries and keys if padding follows them, which the score function does not read.
+    """
     function, tensors = score.function, score.tensors
 
     def modified(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if lengths is not None:
+            q, k = q.clamp(max=lengths[0] - 1), k.clamp(max=lengths[1] - 1)
         return function(z, b, h, q + offset, k, *tensors)
 
     return modified
 
 
 @functools.lru_cache(maxsize=16)
-def _block_mask(mask: Mask, queries: int, keys: int, device: str) -> Any:
-    offset = keys - queries
+def _block_mask(mask: Mask, queries: int, keys: int, device: str, pad: bool = False) -> Any:
+    T, S = queries, keys
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return mask.allowed(b, h, q + offset, k)
+        if not pad:
+            return mask.allowed(b, h, q + S - T, k)
+        return (q < T) & (k < S) & mask.allowed(b, h, q.clamp(max=T - 1) + S - T, k.clamp(max=S - 1))
 
+    if pad:
+        queries, keys = (length + -length % MULTIPLE for length in (T, S))
     rows, heads = (count if count > 1 else None for count in mask.sizes)
     compile = device.startswith("cuda")  # else the mask of every query and key is stored
     return flex.create_block_mask(mask_mod, rows, heads, queries, keys, device=device, _compile=compile)
