@@ -1,6 +1,7 @@
 """Optimisers and schedules."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -158,12 +159,16 @@ def test_ortho_adam_is_refused_with_sharded_gradients() -> None:
         build_recipe(SMALL, {"optim": {"name": "ortho_adam"}, "train": {"parallel": "fsdp"}})
 
 
+def layers_of(model: Transformer) -> list[Any]:
+    return [block.attention for block in model.blocks]
+
+
 def largest_logits(model: Transformer, batches: list[torch.Tensor], window: int) -> torch.Tensor:
     """Largest q.k / sqrt(D) of every layer and KV head, (L, G), pair by pair."""
     found = []
-    for block in model.blocks:
+    for layer in layers_of(model):
         seen: list[torch.Tensor] = []
-        handle = block.attention.core.register_forward_pre_hook(lambda _, args, seen=seen: seen.extend(args[:2]))
+        handle = layer.core.register_forward_pre_hook(lambda _, args, seen=seen: seen.extend(args[:2]))
         with torch.no_grad():
             for batch in batches:
                 model(batch)
@@ -189,7 +194,7 @@ def test_qk_clip_limits_the_logits_of_the_updates_batch(window: int, monkeypatch
     batches = [torch.randint(31, (3, 16), generator=torch.Generator().manual_seed(number)) for number in range(2)]
     before = largest_logits(model, batches, window)
     tau = before.flatten().sort().values[-3].item() * 0.9  # at least three of the four are above it
-    clip, values = QKClip(model, tau, ALONE), [block.attention.qkv.weight[-8:].clone() for block in model.blocks]
+    clip, values = QKClip(model, tau, ALONE), [layer.qkv.weight[-8:].clone() for layer in layers_of(model)]
     for batch in batches:  # as two micro-batches
         model(batch)
     clip.clip()
@@ -199,7 +204,7 @@ def test_qk_clip_limits_the_logits_of_the_updates_batch(window: int, monkeypatch
             model(batch)
         clip.clip()
     assert largest_logits(model, batches, window).max().item() <= tau * 1.001
-    assert all(torch.equal(block.attention.qkv.weight[-8:], v) for block, v in zip(model.blocks, values, strict=True))
+    assert all(torch.equal(layer.qkv.weight[-8:], v) for layer, v in zip(layers_of(model), values, strict=True))
 
 
 def test_qk_clip_is_part_of_a_training_step(tmp_path: Path) -> None:
@@ -220,7 +225,8 @@ def test_qk_clip_is_part_of_a_training_step(tmp_path: Path) -> None:
 
     free, wide, tight = trained("free"), trained("wide", qk_clip=100.0), trained("tight", qk_clip=1e-3)
     assert all(torch.equal(a, b) for a, b in zip(free.parameters(), wide.parameters(), strict=True))
-    assert tight.blocks[0].attention.qkv.weight[:32].norm() < 0.5 * free.blocks[0].attention.qkv.weight[:32].norm()
+    norms = [layers_of(model)[0].qkv.weight[:32].norm() for model in (tight, free)]
+    assert norms[0] < 0.5 * norms[1]
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 import math
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from sinklab.attention.layer_call import AttentionCore
+from sinklab.model.block import Attention
 from sinklab.model.transformer import Transformer
 from sinklab.train.recipe import AdamW, Muon, OptimConfig, OrthoAdam, ScheduleConfig, Sgd
 from sinklab.train.world import World
@@ -153,7 +155,7 @@ class QKClip:
 
     def __init__(self, model: Transformer, tau: float, world: World) -> None:
         self._tau, self._world = tau, world
-        self._layers = [block.attention for block in model.blocks]
+        self._layers = cast(list[Attention], [block.attention for block in model.blocks])
         self._largest: dict[int, Tensor] = {}  # S by layer, (G,)
         for index, layer in enumerate(self._layers):
             layer.core.register_forward_pre_hook(partial(self._read, index))
@@ -164,6 +166,7 @@ class QKClip:
         for index, largest_G in sorted(self._largest.items()):
             layer, S_G = self._layers[index], self._world.max_on_device(largest_G)
             factor_G11 = (self._tau / S_G.clamp(min=self._tau)).sqrt()[:, None, None]
+            assert layer.qkv is not None, "a latent projection is refused"
             heads_OdE = layer.qkv.weight.unflatten(0, (-1, layer.head_width))  # of queries, keys, values
             heads_OdE[: layer.heads].mul_(factor_G11.repeat_interleave(layer.heads // layer.key_heads, 0))
             heads_OdE[layer.heads : layer.heads + layer.key_heads].mul_(factor_G11)
