@@ -50,7 +50,6 @@ class Bos(AssessPart):
         PlotAxis("", "x", "text", order=()),
     )
 
-    by_default: bool = False
     with_bos: Effect
 
     @classmethod
