@@ -536,7 +536,7 @@ def _channel(
         if not across:
             settings = {"grid": True, "ticks": False, "domain": False, "labelLimit": 0, "labelPadding": 8}
             # Labels are wrapped, preferably after spaces and `_`.
-            pattern = f"(.{{1,{label_width // LETTER - 1}}}(?:[ _]|$)|.{{{label_width // LETTER}}})"
+            pattern = f"(.{{1,{label_width // LETTER}}}(?:[ _]|$)|.{{{label_width // LETTER}}})"
             wrapped = f"replace(datum.label, regexp('{pattern}', 'g'), '$1\\n')"
             settings["labelExpr"] = f"split(trim({wrapped}), '\\n')"
         scale = alt.Scale(domain=list(axis.order))
