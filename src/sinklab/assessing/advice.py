@@ -12,7 +12,8 @@ Every decision compares losses on the same text with a tolerance in nats per tok
     KV heads         the same for a single KV head in 2 bits (`kv_cache`)
     activations      static int8 scales if they add at most the tolerance more than a scale per token (`quantisation`)
 
-A decision is open (`undecided`) if the standard error of a difference that it rests on exceeds the tolerance.
+First tokens and BOS are `undecided` where `is_undecided` is True of a loss that they rest on, a format if its standard
+error exceeds the tolerance; the other decisions have no such check.
 """
 
 from collections import Counter
