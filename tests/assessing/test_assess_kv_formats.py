@@ -152,11 +152,11 @@ def test_a_model_of_transformers_reads_as_through_a_storing_cache(
 
 
 def test_the_part_has_every_format_and_every_layer_and_single_layers_add_up_in_one_layer() -> None:
-    found = run_part(KVFormats, small(), some_tokens(), part_settings(quick=True))
+    found = run_part(KVFormats, small(), some_tokens(), part_settings())
     assert [one.name for one in found.formats] == list(FORMATS)
     assert [(one.name, one.layer) for one in found.layers] == [(name, layer) for name in BY_LAYER for layer in (1, 2)]
     for one in found.formats:
-        assert one.due_to_sink == pytest.approx(one.everything.loss - one.without_sink.loss, abs=1e-6)
+        assert one.due_to_sink == pytest.approx(one.everything.loss - one.without_sink.loss, abs=1e-6)  # over draws
         assert one.everything.kl > 0
     assert found.formats[3].everything.kl < found.formats[4].everything.kl  # q8_0 and q4_0
     assert len(found.figure().rows) == 2 * len(found.layers)

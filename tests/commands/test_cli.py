@@ -168,8 +168,8 @@ def test_training_twice_continues_instead(run: Run, text: Path, tmp_path: Path) 
     assert "step 0/10" not in err
     assert "tiny, step 10 of 10" in out
     assert re.search(r"loss\W+\d\.\d{3}", out)
-    assert "sinklab measure one --text FILE" in out
-    assert "the same command with --set train.steps=20 --out one" in out
+    assert "sinklab report one one-unchanged" in out
+    assert "--set train.steps=20 --out one" in out
 
 
 def test_a_step_is_replayed_and_reported(run: Run, text: Path, tmp_path: Path) -> None:
