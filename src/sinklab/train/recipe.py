@@ -46,8 +46,8 @@ class AdamW(Part):
     qk_clip: float | None = Field(
         default=None,
         gt=0,
-        description="tau of QK-Clip: after each update, weights of queries and keys are scaled so that no logit of its "
-        "batch would exceed tau; null: no clipping",
+        description="tau of QK-Clip: after each update whose largest logit S exceeds tau, the weights of queries and "
+        "keys are multiplied by sqrt(tau / S), by KV head; null: no clipping",
     )
 
 

@@ -4,9 +4,8 @@ Weights are read only from safetensors and GGUF files: pickle files (.bin, .pt) 
 model's own code runs only if `trust_remote_code` is set. With `--subfolder`, the model is in a subfolder of a directory
 or hub repository; its tokenizer is in the subfolder or in the root.
 
-A directory is a PEFT adapter (such as LoRA) if it has an adapter_config.json. Without weights of a model in it, the
-base model is the one that the config names. Adapters are applied by transformers and peft without merging, so that
-weights are not rounded again.
+A directory with an adapter_config.json is a PEFT adapter (such as LoRA). If it has no model weights, its config names
+the base model. transformers and peft apply adapters without merging them, because merging would round weights again.
 """
 
 import re
