@@ -302,6 +302,23 @@ def test_the_readme_shows_markup_in_the_kind_of_an_analysis_as_text() -> None:
     )
 
 
+def test_the_readme_of_many_claims_counts_them_by_experiment() -> None:
+    def claims(experiment: str, number: int) -> list[JudgedClaim]:
+        return [
+            JudgedClaim(id=f"c{place}", experiment=experiment, text=f"claim {place}", verdict="reproduced", scale="tiny")
+            for place in range(number)
+        ]
+
+    both = {"one": EXPERIMENTS["table_4"], "other": EXPERIMENTS["table_6"]}
+    few = readme(Summary(experiments=both, claims=claims("one", 40)), (), "tiny")
+    many = readme(Summary(experiments=both, claims=[*claims("one", 39), *claims("other", 2)]), (), "tiny")
+    assert few.count("\n| claim ") == 41  # and the header
+    assert "\n| claim " not in many
+    assert "| one | " in many
+    assert ": 39 reproduced |" in many
+    assert ": 2 reproduced |" in many
+
+
 def test_the_readme_says_how_the_models_of_all_experiments_differ_from_those_of_the_paper() -> None:
     scale, own = "Scale tiny has 0.3 M parameters.", "The heads have width 16."
     first, second = (EXPERIMENTS["table_4"].model_copy(update={"adapted": one}) for one in ([scale, own], [scale]))

@@ -11,7 +11,6 @@ Packing the same sweep again with the same version gives identical files. `sinkl
 
 import shutil
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from sinklab.errors import InputError, SinklabError
@@ -42,7 +41,7 @@ from sinklab.tuning.tuned_directory import SFT, load_tuning, tuned_beside
 
 CHECKED = (RECIPE, METRICS)
 README = "README.md"
-MOST_WITH_EVIDENCE = 40  # claims; the README of a sweep with more has their verdicts only
+MOST_CLAIMS = 40  # the README of a sweep with more claims has counts by experiment instead
 COMMAND = "command"  # key of env.json that is not packed, because it contains local paths
 
 
@@ -219,7 +218,7 @@ def _relative(message: str, sweep: Sweep) -> str:
 
 
 def readme(summary: Summary, provenance: Sequence[tuple[str, str]], folder: str) -> str:
-    """Return the README of a packed sweep: scale, counts, provenance, the paper at a glance, and all claims.
+    """Return the README of a packed sweep: scale, counts, provenance, the paper at a glance, and the claims.
 
     The differences from the paper (`ExperimentSummary.adapted`) are those that all experiments share.
 
@@ -241,22 +240,37 @@ def readme(summary: Summary, provenance: Sequence[tuple[str, str]], folder: str)
             counts=verdict_counts(summary.claims),
             remarks=remarks_on_counts(summary.claims),
             glance=_glance(summary),
-            evidence=(evidence := len(summary.claims) <= MOST_WITH_EVIDENCE),
-            claims_table=partial(_claims, evidence=evidence),
+            by_experiment=_counts(summary) if len(summary.claims) > MOST_CLAIMS else None,
+            claims_table=_claims,
         )
     )
     return text.removesuffix("\n")
 
 
-def _claims(claims: Sequence[JudgedClaim], evidence: bool) -> Table:
+def _claims(claims: Sequence[JudgedClaim]) -> Table:
     rows = [
         (claim.statement, f"{claim.shown_verdict} at {claim.scale}\n{claim.analysis}", claim.full_evidence)
         for claim in claims
         if claim.verdict != "not asked"
     ]
-    if not evidence:
-        return Table("", names("claim", "verdict"), [row[:2] for row in rows])
     return Table("", names("claim", "verdict", "evidence"), rows)
+
+
+def _counts(summary: Summary) -> Table:
+    """Make the table of experiments with the number of their claims by verdict and kind of analysis."""
+    rows = [
+        (
+            name,
+            experiment.title,
+            "\n".join(
+                f"{kind}: {', '.join(f'{number} {verdict}' for verdict, number in found.items())}"
+                for kind, found in verdict_counts(summary.claims_of(name)).items()
+            ),
+        )
+        for name, experiment in summary.experiments.items()
+        if summary.claims_of(name)
+    ]
+    return Table("Claims by experiment", names("experiment", "subject", "verdicts"), rows)
 
 
 def _glance(summary: Summary) -> Table | None:
