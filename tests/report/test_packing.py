@@ -305,7 +305,9 @@ def test_the_readme_shows_markup_in_the_kind_of_an_analysis_as_text() -> None:
 def test_the_readme_of_many_claims_counts_them_by_experiment() -> None:
     def claims(experiment: str, number: int) -> list[JudgedClaim]:
         return [
-            JudgedClaim(id=f"c{place}", experiment=experiment, text=f"claim {place}", verdict="reproduced", scale="tiny")
+            JudgedClaim(
+                id=f"c{place}", experiment=experiment, text=f"claim {place}", verdict="reproduced", scale="tiny"
+            )
             for place in range(number)
         ]
 

@@ -83,3 +83,20 @@ def test_with_anyway_a_failed_allocation_is_reported_in_a_sentence(run: Run) -> 
     assert "out of memory: use a smaller model" in err
     assert "Traceback" not in err
     assert not Path("run").exists()
+
+
+def test_a_sweep_trains_as_many_runs_at_once_as_fit_and_refuses_more(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = ("train.batch_size=64", "train.batch_size=256")
+    needed = max(total(recipe(one)) for one in largest)
+    has(monkeypatch, 3 * needed - 1)
+    assert planning.most_at_once([recipe(one) for one in largest]) == 2
+    assert planning.most_at_once([recipe(one) for one in largest], devices=4) == 8
+    has(monkeypatch, needed // 2)
+    assert planning.most_at_once([recipe(one) for one in largest]) == 1
+    has(monkeypatch, 2**20)
+    asked = ("reproduce", "table_6", "--scale", "tiny", "--jobs", "2", "--steps", "2", "--out", "new")
+    for more in ((), ("--dry-run",)):
+        status, _, err = on_one_line(run)(*asked, *more)
+        assert status == 2
+        assert "--jobs 2: only one run of this size fit" in err
+    assert not Path("new").exists()

@@ -150,7 +150,7 @@ class ReproduceSettings(CommandSettings, frozen=True):
         default=None,
         ge=1,
         description="Models trained concurrently (--engine local); default: one per GPU; without a GPU, derived from "
-        "the numbers of runs and CPU cores.",
+        "the numbers of runs and CPU cores. At most as many as fit into memory.",
     )
     engine: Annotated[EngineName, Flag(panel=ADVANCED, metavar="NAME")] = Field(
         default=EngineName.local, description="Execution engine: local, slurm or ray."

@@ -3,6 +3,7 @@
 A sweep prepares its data once, shares its runs with other processes, and writes summary.json and report.html.
 """
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ from sinklab.experiments.measured import (
 from sinklab.experiments.sweep import store
 from sinklab.experiments.sweep.cluster import open_engine
 from sinklab.experiments.sweep.engine import Event, train_all
-from sinklab.experiments.sweep.local import default_jobs, shares
+from sinklab.experiments.sweep.local import cards_here, default_jobs, shares
 from sinklab.experiments.sweep.packed import import_packed, unpack
 from sinklab.experiments.sweep.preview import Preview, pace_here, pace_of_runs, preview, read_finished
 from sinklab.experiments.sweep.store import SweepPlan, data_key, plan_sweep
@@ -45,7 +46,9 @@ from sinklab.files import REPORT, RUNS, check_results
 from sinklab.models.huggingface.loading import Loading
 from sinklab.signals import INTERRUPTED, PreemptedError
 from sinklab.survey.measure import labels
+from sinklab.tables import counted
 from sinklab.train.lock import HeldError
+from sinklab.train.planning import most_at_once
 from sinklab.train.run import emulation_warning
 from sinklab.tuning.sft_dataset import TuneSources
 from sinklab.tuning.tune import check_extra, check_tuned, tune
@@ -82,9 +85,26 @@ def look_ahead(experiments: Sequence[Experiment], settings: ReproduceSettings) -
         finished = [*own, *read_finished(store.found_runs(Path(folder)))]
     pace, jobs = pace_of_runs(own), None
     if settings.engine == EngineName.local:
-        jobs = settings.jobs or default_jobs(len(plan.order))
+        jobs = _jobs(plan, settings)
         pace = pace or pace_here(next(iter(plan.cells.values())).recipe, shares(jobs)[0].threads)
     return preview(plan, finished, settings.engine, pace, jobs, settings.shard_of)
+
+
+def _jobs(plan: SweepPlan, settings: ReproduceSettings) -> int:
+    """Return the number of concurrent runs on this machine: --jobs, or the default number of runs that fit into memory.
+
+    Raises:
+        InputError: if so many runs as --jobs do not fit into the memory of the machine or its GPUs.
+    """
+    most = most_at_once([cell.recipe for cell in plan.cells.values()], max(1, cards_here()))
+    if settings.jobs is None:
+        return min(default_jobs(len(plan.order)), most or sys.maxsize)
+    if most is not None and settings.jobs > most:
+        raise InputError(
+            f"--jobs {settings.jobs}: only {counted(most, 'run')} of this size fit into memory at a time, by a rough "
+            f"estimate: pass --jobs {most}"
+        )
+    return settings.jobs
 
 
 def check_chats(experiments: Sequence[Experiment], chats: Path | None) -> None:
@@ -142,7 +162,7 @@ def train_experiments(
     if settings.packed is not None:
         import_packed(settings.packed, out)
     store.read_manifests(out)  # damaged ones are refused before the data is prepared
-    jobs = settings.jobs or default_jobs(len(chosen.order))
+    jobs = _jobs(chosen, settings) if settings.engine == EngineName.local else 1
     engine = open_engine(settings.engine, jobs, out, settings.engine_options)
     _warn_of_emulation(chosen, settings)
     recipes = {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}

@@ -21,7 +21,7 @@ is comparable between attention operations. A document mask counts as causal: th
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ from sinklab.models.memory_budget import total_bytes
 from sinklab.train.optim import hidden_matrices
 from sinklab.train.recipe import Muon, Recipe, Sgd
 from sinklab.train.run import resolved_precision
-from sinklab.train.world import World
+from sinklab.train.world import ALONE, World
 
 FORWARD_AND_BACKWARD = 3
 
@@ -203,6 +203,29 @@ def check_fits(recipe: Recipe, world: World) -> None:
         f"a process needs roughly {parts}, but has only {have / MB:,.0f} MB ({device}): decrease {smaller}; or pass "
         "--anyway to skip this check"
     )
+
+
+def most_at_once(recipes: Sequence[Recipe], devices: int = 1) -> int | None:
+    """Return how many of the runs fit at once into the total memory, by `memory_estimate`; at least one per device.
+
+    Unknown vocabulary sizes count as 0. The result is None if the total memory is unknown.
+
+    Args:
+        recipes: recipes of the runs, all with the same `train.device`; at least one.
+        devices: number of GPUs among which the runs are divided; 1 on a CPU.
+    """
+    device = ALONE.device(recipes[0].train.device)
+    have = total_bytes(device)
+    if have is None:
+        return None
+    needed = 1
+    for recipe in recipes:
+        size = recipe.model.vocab_size or known_vocabulary(recipe.data) or 0
+        model = recipe.model.model_copy(update={"vocab_size": size})
+        train = recipe.train.model_copy(update={"precision": resolved_precision(recipe.train.precision, device)})
+        estimate = memory_estimate(recipe.model_copy(update={"model": model, "train": train}))
+        needed = max(needed, sum(estimate.values()))
+    return devices * max(1, have // needed)
 
 
 @dataclass(frozen=True)
