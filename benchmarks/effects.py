@@ -46,21 +46,19 @@ shows](../results/archive/findings.md)):
 
     sinklab train tiny --set model.gate=head
 
-**Sink_1** is the sink rate of the first token, and **bias** that of a key bias, sink token or sink logit, both in %
-of heads (mean of the last three evaluations); a bias includes the rest of stick-breaking attention. **Loss** is the
-validation loss minus that of the unchanged model with the same seed, in nats per token. All are medians over seeds
-with the smallest and the largest value. The sink rates of attention whose scores do not sum to one are computed from
+**Sink_1** is the sink rate of the first token, and **bias** that of a key bias, sink token, sink logit or the rest of
+stick-breaking attention, both in % of heads (mean of the last three evaluations). **Loss** is the validation loss minus
+that of the unchanged model with the same seed, in nats per token. All are medians over the seeds in the last column,
+with [smallest, largest]. The sink rates of attention whose scores do not sum to one are computed from
 [proxy scores](glossary.md). Sinks on other tokens, such as a fixed second token, are not included. Under a window,
-queries that do not see the first token count as 0 ([results/archive/tiny](../results/archive/tiny/README.md) has the
-rates over the others).
+queries that do not see the first token count as 0.
 
 {baseline}
 
 Seeds 0 to 4 had also been used to choose the scale's settings, the others had not. This page has no verdicts; these
 are in [results/archive/tiny](../results/archive/tiny/README.md) for claims of the paper and in the
 [findings](../results/archive/findings.md) for others. The learning rate was chosen for softmax attention; other
-variants may have a lower loss at another learning rate
-([mitigations_retuned](../results/archive/exploratory/README.md)).
+variants may have a lower loss at another one ([mitigations_retuned](../results/archive/exploratory/README.md)).
 """
 
 
@@ -74,11 +72,15 @@ class Effect:
     loss: list[float]
     seeds: list[int]
 
-    def row(self, prefix: str) -> list[str | None]:
-        """Return the cells of the row; settings are written as for `--set`, without the `prefix` of their keys."""
+    def row(self, prefix: str, bias_column: bool) -> list[str | None]:
+        """Return the cells of the row; settings are written as for `--set`, without the `prefix` of their keys.
+
+        Without a column for the bias, its rate is in the cell of Sink_1.
+        """
         change = " ".join(f"{key.removeprefix(prefix)}={_setting(value)}" for key, value in self.change)
-        spans = [_span(values, form) for values, form in ((self.sink, ".1f"), (self.bias, ".1f"), (self.loss, "+.2f"))]
-        return [change, *spans, f"{min(self.seeds)} to {max(self.seeds)}"]
+        sink, bias, loss = _span(self.sink, ".1f"), _span(self.bias, ".1f"), _span(self.loss, "+.2f")
+        rates = [sink, bias] if bias_column else [f"{sink}, bias {bias}" if bias else sink]
+        return [change, *rates, loss, f"{min(self.seeds)}–{max(self.seeds)}"]
 
 
 def _setting(value: object) -> str:
@@ -92,7 +94,7 @@ def _span(values: list[float], form: str) -> str | None:
         return None
     digits = int(form[-2])  # rounded first, so that no value is -0.00
     low, middle, high = (f"{round(value, digits) + 0.0:{form}}" for value in (min(values), median(values), max(values)))
-    return low if low == high else f"{middle} ({low} to {high})"
+    return low if low == high else f"{middle} [{low}, {high}]"
 
 
 def base_losses(summary: Summary) -> dict[int, float]:
@@ -135,8 +137,10 @@ def page(root: Path = ROOT) -> str:
     for heading, (prefix, _) in GROUPS.items():
         rows = [effect for group, effect in found if group == heading]
         rows.sort(key=lambda effect: (-median(effect.sink), -max(effect.sink), str(effect.change)))
-        columns = [*names(f"--set {prefix}"), *numbers("", "Sink_1", "bias", "loss", "seeds")]
-        table = Table("", columns, [effect.row(prefix) for effect in rows]).without_empty_columns()
+        bias_column = heading == "Bias"
+        rates = ["Sink_1", "bias"] if bias_column else ["Sink_1"]
+        columns = [*names(f"--set {prefix}"), *numbers("", *rates, "loss", "seeds")]
+        table = Table("", columns, [effect.row(prefix, bias_column) for effect in rows])
         parts += [f"## {heading}\n", markdown(table) + "\n"]
     return "\n".join(parts)
 

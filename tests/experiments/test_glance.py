@@ -73,5 +73,5 @@ def test_the_page_of_effects_has_the_values_of_the_committed_results() -> None:
     # Computed from metrics.jsonl.gz with other code: softmax has 0, 12.75, 15.67, 18.85 and 43.71 %. With K biases, the
     # bias has 61.65, 66.85, 67.96, 68.75 and 72.67 %, and the loss is -0.0213, -0.0170, -0.0070, 0.0080 and 0.0080 nats
     # higher.
-    assert "15.7 (0.0 to 43.7) % at seeds 100 to 104" in text
-    assert "| bias.kind=k | 0.0 | 68.0 (61.6 to 72.7) | -0.01 (-0.02 to +0.01) | 100 to 104 |" in text
+    assert "15.7 [0.0, 43.7] % at seeds 100 to 104" in text
+    assert r"| bias.kind=k | 0.0 | 68.0 \[61.6, 72.7\] | -0.01 \[-0.02, +0.01\] | 100–104 |" in text

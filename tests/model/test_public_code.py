@@ -1,8 +1,8 @@
 """Layers against public code of others, in float64 and with gradients: its formulas written anew, on our weights.
 
-Every test names the repository and the file that it was written from. Whose code it is, and what has no public code,
-says docs/interventions.md. Code that is executed here instead is that of transformers (the modules of `test_latent.py`,
-`test_mixer.py`, `test_against_transformers.py`); stick-breaking is in `test_attention_stick.py`.
+Every test names the repository and the file that it was written from; docs/interventions.md lists what has such a test.
+Code that is executed instead is that of transformers (`test_latent.py`, `test_mixer.py`,
+`test_against_transformers.py`); stick-breaking is in `test_attention_stick.py`.
 """
 
 import math
