@@ -50,8 +50,22 @@ def test_a_number_is_that_of_a_cell_and_stands_in_what_the_paper_says(statement:
     assert min(said) - 0.05 <= statement.number.paper <= max(said) + 0.05
 
 
+@pytest.mark.parametrize("statement", [one for one in statements() if one.laptop], ids=lambda one: one.says)
+def test_at_laptop_a_statement_has_claims_and_a_number_of_that_scale(statement: PaperStatement) -> None:
+    there = statement.at("laptop")
+    assert asked_at("laptop", there) == list(there.claims)
+    assert statement.at("tiny") == statement.at("") == statement
+    if number := there.number:
+        experiment = load_experiment(there.claims[0].partition(".")[0])
+        assert number.cell in experiment.cells_at("laptop")
+        assert quantity(number.value).unit == "%"
+        assert 0 <= number.paper <= 100  # the row is in published.yaml
+    named = {claim for one in statements() if one.laptop for claim in one.laptop.claims}
+    assert len(named) == sum(len(one.laptop.claims) for one in statements() if one.laptop)
+
+
 def test_a_caveat_is_one_sentence() -> None:
-    for one in statements():
+    for one in [*statements(), *(one.at("laptop") for one in statements())]:
         assert re.fullmatch(r"[^.]([^.]|\.\d)*\.", one.caveat), one.caveat
 
 

@@ -109,6 +109,14 @@ class DrawnNumber(Part):
         return published_tables()[table][row][self.value]
 
 
+class ScaledStatement(Part):
+    """Claims, number and caveat of a statement at one scale; an empty caveat is that of the other scales."""
+
+    claims: tuple[str, ...] = Field(min_length=1)
+    number: DrawnNumber | None = None
+    caveat: str = ""
+
+
 class PaperStatement(Part):
     """One of the paper's twenty main statements.
 
@@ -118,6 +126,7 @@ class PaperStatement(Part):
         claims: claims that encode the statement, as EXPERIMENT.CLAIM; some are made only at certain scales.
         number: quantity to plot; None for no plot.
         caveat: difference between our claims and the paper's statement, a sentence.
+        laptop: the claims, number and caveat at the scale laptop; None if they are the same or there are none.
     """
 
     says: str
@@ -125,6 +134,14 @@ class PaperStatement(Part):
     claims: tuple[str, ...] = Field(min_length=1)
     number: DrawnNumber | None = None
     caveat: str
+    laptop: ScaledStatement | None = None
+
+    def at(self, scale: str) -> Self:
+        """Return the statement with the claims, number and caveat of a scale."""
+        if scale != "laptop" or self.laptop is None:
+            return self
+        own = {name: getattr(self.laptop, name) for name in ("claims", "number", "caveat")}
+        return self.model_copy(update={**own, "caveat": self.laptop.caveat or self.caveat})
 
 
 @cache

@@ -85,17 +85,18 @@ class GlanceLine:
 
 
 def glance(sweeps: Sequence[Sweep]) -> list[GlanceLine]:
-    """Collect the paper's statements that have claims in the sweeps."""
+    """Collect the paper's statements that have claims in the sweeps, with the caveat of the first sweep's scale."""
     keys = {(sweep.top, name): key for sweep, name, key in experiment_keys(sweeps)}
     lines = []
+    scale = sweeps[0].summary.scale if sweeps else ""
     for place, statement in enumerate(statements(), 1):
         parts = [
             GlancePart(claim, _numbers_by_seed(one.summary, claim), keys.get((one.top, claim.experiment), ""))
             for one in sweeps
-            for claim in one.summary.claims_named(statement.claims)
+            for claim in one.summary.claims_named(statement.at(one.summary.scale).claims)
         ]
         if parts:
-            lines.append(GlanceLine(place, statement, parts))
+            lines.append(GlanceLine(place, statement.at(scale), parts))
     return lines
 
 

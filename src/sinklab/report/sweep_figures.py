@@ -220,13 +220,14 @@ def forests(sweeps: Sequence[Sweep], page: Path) -> list[Figure]:
 
 def _forest(sweep: Sweep, key: str, page: Path) -> Figure | None:
     summary = sweep.summary
-    claims = {place: summary.claims_named(one.claims) for place, one in enumerate(statements(), 1)}
+    said = [one.at(summary.scale) for one in statements()]
+    claims = {place: summary.claims_named(one.claims) for place, one in enumerate(said, 1)}
     if not any(claims.values()):
         return None
     paper, rows = [], []
     seeds: list[dict[str, Any]] = []
     middles: list[dict[str, Any]] = []
-    for place, statement in enumerate(statements(), 1):
+    for place, statement in enumerate(said, 1):
         if not (wanted := statement.number):
             continue
         label, of = f"{place} {statement.says}", quantity_of(wanted.value)
