@@ -1,8 +1,9 @@
-"""Write docs/effects.md: the sink and the loss of every intervention that was trained alone at scale `tiny`.
+"""Write docs/effects.md, the sink and the loss of every intervention that was trained, and a short table in README.md.
 
     python -m benchmarks.effects
 
-The numbers are those of the packed results of `results/archive/tiny` and `results/archive/exploratory`. A cell has a
+The first table has the cells of `results/laptop`, with the costs that `benchmarks.cells` has measured. The others have
+the cells of `results/archive/tiny` and `results/archive/exploratory` that change one thing: a cell has a
 row if all recipe keys that it changes belong to one group of `GROUPS` and it has at least `FEWEST` finished seeds; of
 several cells with the same change, the one in `results/archive/tiny`, or else the one with most seeds, is shown.
 """
@@ -12,12 +13,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from textwrap import fill
+from typing import Any
 
 from benchmarks.committed import ROOT, summary_in
+from benchmarks.timing import RESULTS
 from sinklab.experiments.documents import CellSummary, Summary
+from sinklab.files import parse_json
 from sinklab.tables import Table, markdown, names, numbers
 
-PAGE = ROOT / "docs" / "effects.md"
+PAGE, README = ROOT / "docs" / "effects.md", ROOT / "README.md"
+BEGIN, END = "<!-- made by benchmarks/effects.py -->\n\n", "\n\n<!-- end -->"
+LAPTOP = "results/laptop"
+IN_README = {
+    "softmax": "softmax",
+    "k_biases": "a K bias",
+    "sink_logit": "a sink logit",
+    "gate_head": "a gate per head",
+    "sigmoid": "sigmoid",
+}
+"""Cells of the short table, with the names that it has for them."""
 FOLDERS = "results/archive/tiny", "results/archive/exploratory"
 FEWEST = 3
 GROUPS = {
@@ -40,11 +54,7 @@ GROUPS = {
 HEAD = """# Effects of the interventions
 
 This page lists what each [intervention](interventions.md) does to the sink and to the loss of a small model. Each row
-is one setting of the recipe, or several of one kind, that were changed in models of the scale `tiny` (0.3 M
-parameters, softmax attention, BOS, a weight decay of 0.5, 1,500 steps on Python source code; [what such a model
-shows](../results/archive/findings.md)):
-
-    sinklab train tiny --set model.gate=head
+is one change of the recipe.
 
 **Sink_1** is the sink rate of the first token, and **bias** that of a key bias, sink token, sink logit or the rest of
 stick-breaking attention, both in % of heads (mean of the last three evaluations). **Loss** is the validation loss minus
@@ -53,7 +63,23 @@ with [smallest, largest]. The sink rates of attention whose scores do not sum to
 [proxy scores](glossary.md). Sinks on other tokens, such as a fixed second token, are not included. Under a window,
 queries that do not see the first token count as 0.
 
-{baseline}
+## At the scale laptop
+
+    sinklab train laptop --set model.gate=head
+
+0.3 M parameters, BOS, the paper's weight decay of 0.1, 6,000 steps on Python source code ([results with
+verdicts](../results/laptop/README.md)). The **norm ratio** is that of the first token after the last block. **Step** is
+the time of a training step relative to softmax, at width 256 and 512 tokens on one core (median of {rounds} rounds of
+`benchmarks.cells`).
+
+{laptop}
+
+## At the earlier scale tiny
+
+    sinklab train tiny --set model.gate=head
+
+The tables below are of models with a weight decay of 0.5 and 1,500 steps ([what such a model
+shows](../results/archive/findings.md)). {baseline}
 
 Seeds 0 to 4 had also been used to choose the scale's settings, the others had not. This page has no verdicts; these
 are in [results/archive/tiny](../results/archive/tiny/README.md) for claims of the paper and in the
@@ -133,7 +159,8 @@ def page(root: Path = ROOT) -> str:
     """Make the page from the packed results in the folders of `root`."""
     summaries = [summary_in(root / folder) for folder in FOLDERS]
     found = list(effects(summaries))
-    parts = [HEAD.format(baseline=_baseline(summaries))]
+    laptop, rounds = markdown(laptop_table(root)), saved_costs()["rounds"]
+    parts = [HEAD.format(baseline=_baseline(summaries), laptop=laptop, rounds=rounds)]
     for heading, (prefix, _) in GROUPS.items():
         rows = [effect for group, effect in found if group == heading]
         rows.sort(key=lambda effect: (-median(effect.sink), -max(effect.sink), str(effect.change)))
@@ -143,6 +170,64 @@ def page(root: Path = ROOT) -> str:
         table = Table("", columns, [effect.row(prefix, bias_column) for effect in rows])
         parts += [f"## {heading}\n", markdown(table) + "\n"]
     return "\n".join(parts)
+
+
+def saved_costs() -> dict[str, Any]:
+    """Return the measured costs of the cells at the scale laptop, as `benchmarks.cells` saved them."""
+    return parse_json((RESULTS / "cells.json").read_text("utf-8"))
+
+
+def laptop_rows(root: Path) -> Iterator[tuple[str, list[str | None]]]:
+    """Yield name and row of each cell at the scale laptop: rates, norm ratio, added loss, parameters and step time."""
+    summary, costs = summary_in(root / LAPTOP), saved_costs()["cells"]
+    base = base_losses(summary)
+    for name, cell in summary.cells.items():
+        losses = {run.seed: value for run, value in cell.by_seed("valid_loss") if run.seed is not None}
+        if len(losses) < FEWEST:
+            continue
+        values = [[value for _, value in cell.by_seed(of)] for of in ("sink_1", "sink_bias", "norm_ratio_last")]
+        added = [value - base[seed] for seed, value in losses.items() if seed in base] if cell.change else []
+        cost = costs.get(name) if cell.change else None
+        yield (
+            name,
+            [
+                " ".join(f"{key}={_setting(value)}" for key, value in cell.change.items()) or "unchanged: softmax",
+                *(_span(one, ".1f") for one in values),
+                _span(added, "+.2f"),
+                f"{cost['parameters']:+.1%}".replace("%", " %") if cost else None,
+                f"{cost['step']:.2f}" if cost else None,
+                f"{min(losses)}–{max(losses)}",
+            ],
+        )
+
+
+def laptop_table(root: Path) -> Table:
+    """Make the table of the cells at the scale laptop, strongest sink first."""
+    summary = summary_in(root / LAPTOP)
+    order = {name: median(value for _, value in summary.cells[name].by_seed("sink_1")) for name, _ in laptop_rows(root)}
+    rows = sorted(laptop_rows(root), key=lambda one: (bool(summary.cells[one[0]].change), -order[one[0]]))
+    columns = [*names("--set"), *numbers("", "Sink_1", "bias", "norm ratio", "loss", "parameters", "step", "seeds")]
+    return Table("", columns, [row for _, row in rows])
+
+
+def short_table(root: Path = ROOT) -> str:
+    """Return the short Markdown table: Sink_1 and the cost of the cells in `IN_README`, medians over seeds."""
+    summary, rows = summary_in(root / LAPTOP), dict(laptop_rows(root))
+    found = []
+    for cell, label in IN_README.items():
+        on_bias = [value for _, value in summary.cells[cell].by_seed("sink_bias")]
+        sink = f"{median(value for _, value in summary.cells[cell].by_seed('sink_1')):.0f} %"
+        more = f", {median(on_bias):.0f} % on it" if on_bias else ""
+        loss, _, step = ((one or "").split(" [")[0] or None for one in rows[cell][4:7])
+        found.append([label, sink + more, loss, step])
+    columns = [*names("attention"), *numbers("", "heads with a sink", "added loss, nats", "step time")]
+    return markdown(Table("", columns, found))
+
+
+def readme_with(text: str) -> str:
+    """Return README.md with the short table between its marks."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}{short_table()}{END}{rest.split(END, 1)[1]}"
 
 
 def _baseline(summaries: list[Summary]) -> str:
@@ -162,4 +247,5 @@ def _baseline(summaries: list[Summary]) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), "utf-8")
-    print(PAGE)
+    README.write_text(readme_with(README.read_text("utf-8")), "utf-8")
+    print(PAGE, README)

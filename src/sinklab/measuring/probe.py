@@ -307,8 +307,8 @@ def record_attention(
 
     Args:
         weights: attention weights (B, H, T, T) of each query over the keys.
-        q, k: queries (B, H, T, D) and keys (B, G, T, D), with H a multiple of G, after RoPE and norms. With `weights`,
-            k is used for its norms alone.
+        q: queries (B, H, T, D), after RoPE and norms.
+        k: keys (B, G, T, D), with H a multiple of G, after RoPE and norms; with `weights`, for their norms alone.
         v: values (B, G, T, V), for their norms; None leaves these out.
         mask: None (causal), a mask of (T, T) or (B, 1 or H, T, T) that is boolean (True: visible) or added to the
             scores, or a `BlockMask` of FlexAttention.

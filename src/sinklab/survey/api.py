@@ -71,7 +71,8 @@ def measure(
             comes with sinklab. Only without `tokens`.
         tokenizer: tokenizer of a Hugging Face model in memory, for a text; default: that of the directory or hub name
             from which the model was loaded.
-        sequences, length: number of sequences and tokens per sequence. Only without `tokens`.
+        sequences: number of sequences. Only without `tokens`.
+        length: tokens per sequence. Only without `tokens`.
         seed: random seed of random and repeated tokens. Only without `tokens`.
         attention_mask: 1 at real tokens, 0 at padding on the left or right; None if there is no padding. Padding is not
             supported for sinklab transformers, exported or not.
