@@ -79,7 +79,9 @@ the time of a training step relative to softmax, at width 256 and 512 tokens on 
     sinklab train tiny --set model.gate=head
 
 The tables below are of models with a weight decay of 0.5 and 1,500 steps ([what such a model
-shows](../results/archive/findings.md)). {baseline}
+shows](../results/archive/findings.md)).
+
+{baseline}
 
 Seeds 0 to 4 had also been used to choose the scale's settings, the others had not. This page has no verdicts; these
 are in [results/archive/tiny](../results/archive/tiny/README.md) for claims of the paper and in the

@@ -243,6 +243,7 @@ def test_never_is_later_than_every_step() -> None:
     later = {"is": "greater", "value": "emergence_step", "cell": "slow", "than": "fast"}
     assert verdict(later, results).verdict == "reproduced"
     assert "slow 1300, never, 1200, never, 900 steps" in verdict(later, results).evidence
+    assert "[+200, +900], without 2 seeds at which a cell never reaches the step." in verdict(later, results).evidence
     assert verdict({**later, "than": "never"}, results).verdict == "inconclusive"  # never ties with never
     assert verdict({**later, "times": 1.2}, results).verdict == "reproduced"  # 900 against 1.2 times 700
     assert verdict({**later, "times": 1.3}, results).verdict == "direction only"

@@ -285,6 +285,17 @@ def test_an_experiment_without_a_run_that_has_ended_gets_no_folder(tmp_path: Pat
     assert [path.parent.name for path in packed.glob("*/runs.jsonl")] == ["table_4"]
 
 
+def test_a_run_that_finished_after_the_summary_is_refused(tmp_path: Path) -> None:
+    top = make_sweep(tmp_path / "tiny", {"table_6": EXPERIMENTS["table_6"]})
+    summary = json.loads((top / "summary.json").read_text())
+    ended = summary["cells"]["sigmoid"]["runs"][0]
+    ended["status"] = "unfinished"
+    (top / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(InputError, match=rf"{ended['directory']} has finished after .*summary.json was written"):
+        pack_sweep(collect([top]), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_run_that_has_not_ended_has_no_directory_in_the_packed_summary(tmp_path: Path) -> None:
     begun = {**CELLS, "sigmoid": replace(CELLS["sigmoid"], unfinished=(0,))}
     packed = pack_sweep(collect([make_sweep(tmp_path / "tiny", EXPERIMENTS, begun)]), tmp_path / "out")

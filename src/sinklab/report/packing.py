@@ -151,6 +151,11 @@ def _packed(sweep: Sweep, run: CellRun) -> PackedRun | None:
     record = read_record(folder) if folder else None
     if folder is None or record is None or not (folder / RECIPE).is_file():
         return None
+    if run.status == "unfinished":
+        raise InputError(
+            f"{run.directory} has finished after {sweep.top / SUMMARY} was written: call `sinklab reproduce` with this "
+            "directory again, which judges the claims with all runs, and then pack"
+        )
     files = {name: record.files[name] for name in CHECKED if name in record.files}
     record = record.model_copy(update={"files": files, "message": _relative(record.message, sweep)})
     assessment = sweep.assessment(run)

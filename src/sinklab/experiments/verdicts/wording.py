@@ -86,7 +86,8 @@ def difference(values: Sequence[float], of: Metric, noun: ReplicateKind, what: s
     Example: `The median difference at the same seed is -26.7 points [-39.7, -15.7].`
 
     Args:
-        values: differences, one per seed; values that are not finite, because a step was never reached, are left out.
+        values: differences, one per seed; values that are not finite, because a step was never reached, are left out,
+            and the sentence has their number.
         what: subject of the sentence; default: that of the example.
     """
     known = [value for value in values if math.isfinite(value)]
@@ -95,8 +96,10 @@ def difference(values: Sequence[float], of: Metric, noun: ReplicateKind, what: s
         return f"{what} is undefined, because no {noun} has finite values of both cells."
     shown = [number(value, of) for value in middle_and_ends(known)]
     middle, low, high = (text if text.startswith("-") or not float(text) else f"+{text}" for text in shown)
-    text = f"{what} is {middle}{step_unit(of)}"
-    return f"{text}." if len(known) == 1 else f"{text} [{low}, {high}]."
+    ends = f" [{low}, {high}]" if len(known) > 1 else ""
+    never = len(values) - len(known)
+    without = f", without {never} {noun}{'s' * (never > 1)} at which a cell never reaches the step" if never else ""
+    return f"{what} is {middle}{step_unit(of)}{ends}{without}."
 
 
 def bounds(check: claims.Within | claims.Differs, of: Metric) -> str:
