@@ -84,7 +84,7 @@ OTHER: dict[str, dict[str, Any]] = {
 def cores(changes: dict[str, dict[str, Any]]) -> Iterator[Any]:
     """Cores of all operations with each change that the config accepts."""
     for operation, (name, change) in itertools.product(OPERATIONS, changes.items()):
-        settings = {"bias": "none", "mask": "causal", "softcap": None, **change}
+        settings: dict[str, Any] = {"bias": "none", "mask": "causal", "softcap": None, **change}
         backend, position = settings.pop("backend", "auto"), settings.pop("position", "none")
         if legal(operation, position=position, **settings):
             core = core_of(config_of(operation, backend=backend, **settings), position)
