@@ -44,7 +44,7 @@ test-browser: $(STAMP)
 	$(BIN)/pytest -m browser
 
 test-extras: $(EXTRAS)/.installed
-	$(EXTRAS)/bin/pytest tests/train/test_track.py tests/data/test_data_corpora.py tests/measuring/test_measure_placed.py tests/measuring/test_measure_gguf.py \
+	$(EXTRAS)/bin/pytest tests/attention/test_fla.py tests/train/test_track.py tests/data/test_data_corpora.py tests/measuring/test_measure_placed.py tests/measuring/test_measure_gguf.py \
 		tests/measuring/test_measure_frames.py tests/measuring/test_monitor.py tests/models/test_models_as_held.py tests/tuning tests/evaluating tests/assessing/test_assess_kv_formats.py \
 		tests/assessing/test_parity_llama_cpp.py tests/assessing/test_parity_vllm.py
 
@@ -59,7 +59,7 @@ test-cuda-dry: $(STAMP)
 
 $(EXTRAS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(EXTRAS)
-	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,track,quantised,gguf,adapters,lightning,cluster,sft,eval]'
+	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,track,quantised,gguf,adapters,lightning,cluster,sft,eval,fla]'
 	@touch $@
 
 test-portable: $(STAMP)

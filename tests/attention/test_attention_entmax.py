@@ -1,6 +1,7 @@
 """1.5-entmax: the solution of its optimisation problem, the gradient of its authors' code, shares of exactly zero."""
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from closeness import assert_close
 from torch import Tensor
 
 from sinklab.attention.layer_call import AttentionCore
+from sinklab.attention.operations import threshold
 
 EDGES = {
     "equal scores": torch.zeros(T),
@@ -97,3 +99,17 @@ def test_a_sink_logit_takes_its_share_like_a_key() -> None:
     z = q @ k.repeat_interleave(H // G, 1).mT / math.sqrt(q.shape[-1])
     z = torch.cat([z.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -1e4), torch.zeros_like(z[..., :1])], -1)
     assert_close(shares(core, q, k), Published.apply(z)[..., :T], 1e-12)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_newton_steps_give_the_same_thresholds_and_compile_once_for_all_blocks() -> None:
+    generator = torch.Generator().manual_seed(0)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for queries, keys in ((4, 9), (5, 13), (3, 40)):
+        z = torch.randn(2, 3, queries, keys, generator=generator) * 3
+        z[..., 0, 1:] = -torch.inf  # a row with one key
+        x = (z - z.amax(-1, keepdim=True)) / 2
+        for ours, eager in zip(threshold._compiled_rooted()(x, False), threshold._rooted(x, True), strict=True):
+            torch.testing.assert_close(ours, eager, rtol=1e-6, atol=1e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

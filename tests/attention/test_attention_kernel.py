@@ -21,6 +21,7 @@ from sinklab.attention.primitive import chunked_attend, eager_attend, score_mod
 from sinklab.attention.scores import Score, for_flex
 from sinklab.errors import InputError
 from sinklab.interventions import VARIANTS
+from sinklab.model.position import COPIES
 from sinklab.model.transformer import Transformer
 from sinklab.train.recipe import build_recipe
 
@@ -102,7 +103,7 @@ B, H, T = 2, SIZES["heads"], SIZES["context"]
         ("scalable_capped", {(B, H, T)}),  # the factor multiplies what the cap has made
         ("sigmoid_shift_learned", {(H, T)}),
         ("sigmoid_shifted_by_row", set()),
-        ("position_t5", {(129, H)}),
+        ("position_t5", {(COPIES, 129, H)}),
         ("clipped_softmax", {(B, H, T)}),
         ("elastic_softmax", {(B, H, T)}),
         ("entmax15", {(B, H, T)}),

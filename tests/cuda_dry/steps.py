@@ -30,6 +30,7 @@ from transformers import masking_utils  # noqa: E402
 
 from sinklab.attention import importance, primitive  # noqa: E402
 from sinklab.attention import query_blocks as blocks  # noqa: E402
+from sinklab.attention.operations import threshold  # noqa: E402
 from sinklab.data.prepare import prepare, settings_of  # noqa: E402
 from sinklab.interventions import VARIANTS  # noqa: E402
 from sinklab.measuring import driver  # noqa: E402
@@ -98,6 +99,7 @@ def without_kernels() -> None:
     """Put plain operations in the place of what only a card runs, and leave out what needs numbers."""
     primitive._compiled_flex = lambda: flex_attention  # pyrefly: ignore[bad-assignment]
     primitive.flex.create_block_mask = lambda mask_mod, *_, **__: SimpleNamespace(mask_mod=mask_mod)  # pyrefly: ignore[bad-assignment]
+    threshold._compiled_rooted = lambda: threshold._rooted  # type: ignore[assignment]
     loss._compiled_loss = lambda: loss._loss_and_slope  # type: ignore[assignment]
     world.pick_device = lambda name: torch.device("cuda:0")
     driver.Accumulator.add = lambda totals, batch: batch.on_cpu()  # type: ignore[method-assign]

@@ -11,7 +11,9 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from sinklab.attention.layer_call import AttentionCore
 from sinklab.attention.primitive import attend
 from sinklab.attention.query_blocks import ScoreMatrix
+from sinklab.attention.scores import Score, for_flex
 from sinklab.errors import InputError
+from sinklab.model import position as positions
 from sinklab.model.config import ModelConfig
 from sinklab.model.position import T5, Alibi, DistanceTerm, Relative, alibi_slopes, bucket_numbers, sinusoid
 from sinklab.model.transformer import Transformer
@@ -110,6 +112,48 @@ def test_a_term_of_the_distance_equals_attention_with_an_explicit_bias(position:
         logits = q @ k.transpose(-1, -2) / 8**0.5 + term_matrix(term, 4, 24)
         logits = logits.masked_fill(torch.ones(24, 24).triu(1).bool(), float("-inf"))
         assert_close(core(q, k, v), logits.softmax(-1) @ v)
+
+
+def test_copies_of_the_t5_table_for_flex_give_its_gradient_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(positions, "COPIES", 4)
+    heads, length = 2, 9
+    term = DistanceTerm(T5(buckets=4, max_distance=5), heads).double()
+    assert term.weight is not None
+    torch.nn.init.normal_(term.weight, generator=torch.Generator().manual_seed(0))
+    b, h = torch.zeros(1).long(), torch.arange(heads)[:, None, None]
+    q, k = torch.arange(length)[:, None], torch.arange(length)
+    z = torch.zeros(1, heads, length, length, dtype=torch.float64)
+    slope = torch.randn(z.shape, generator=torch.Generator().manual_seed(1), dtype=z.dtype)
+    score = term.score()
+    plain, spread = score, for_flex(score).score
+    assert spread is not None
+    assert torch.equal(plain(z, b, h, q, k), spread(z, b, h, q, k))
+
+    def gradients(part: Score, slope: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        total = (part(z, b, h, q, k) * slope).sum()
+        return torch.autograd.grad(total, (part.tensors[0], term.weight), retain_graph=True)
+
+    parts, of_weight = gradients(spread, slope)
+    assert_close(of_weight, gradients(plain, slope)[1], 1e-14)
+    for copy, part in enumerate(parts):  # of the queries of this copy
+        assert_close(part, gradients(plain, slope * (q % 4 == copy))[0], 1e-14)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention's compiled kernel and its gradients need CUDA")
+def test_flex_trains_the_t5_table_on_cuda() -> None:
+    heads, length, generator = 4, 300, torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, heads, length, 32, generator=generator, dtype=torch.float64) for _ in range(3)]
+    weight = torch.randn(T5().buckets, heads, generator=generator, dtype=torch.float64)
+    results = []
+    for backend, dtype, device in (("flex", torch.float32, "cuda"), ("chunked", torch.float64, "cpu")):
+        term = DistanceTerm(T5(), heads).to(device, dtype)
+        assert term.weight is not None
+        term.weight.data.copy_(weight)
+        q, k, v = (x.to(device, dtype).requires_grad_() for x in inputs)
+        out, _ = attend(ScoreMatrix(q, k, score=term.score()), v, backend)
+        results.append([out, *torch.autograd.grad(out.square().mean(), (q, k, v, term.weight))])
+    for ours, reference in zip(*results, strict=True):
+        torch.testing.assert_close(ours.cpu().double(), reference, rtol=1e-2, atol=1e-3)
 
 
 def test_the_t5_table_is_one_for_all_layers_and_learns() -> None:

@@ -54,6 +54,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from sinklab.attention.operations import fla_kernels
 from sinklab.attention.query_blocks import CHUNK, accumulate_dtype
 from sinklab.model.norm import HeadNorm
 from sinklab.model.values import Width
@@ -267,7 +268,8 @@ class LinearAttention(nn.Module):
             state_BHDV: state before the first position; None means zero.
         """
         with torch.autocast(inputs.q_BHLD.device.type, enabled=False):
-            return gated_delta(*inputs, state_BHDV)
+            by_fla = fla_kernels.serves(inputs.q_BHLD, inputs.v_BHLV)
+            return (fla_kernels.gated_delta if by_fla else gated_delta)(*inputs, state_BHDV)
 
     def output(self, out_BHLV: Tensor, x_BLE: Tensor) -> Tensor:
         """Compute the update of the residual stream from the delta rule's output and the token mixer's input."""

@@ -22,9 +22,10 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from sinklab.attention.query_blocks import accumulate_dtype
-from sinklab.attention.scores import Score
+from sinklab.attention.scores import FlexScore, Score
 from sinklab.schema import LARGEST, Part
 
+COPIES = 1024  # gradients of the T5 table that FlexAttention accumulates, each for the queries with one q % COPIES
 PositionKind = Literal["none", "relative", "t5", "alibi", "rotary", "absolute", "learnable"]
 
 
@@ -191,7 +192,11 @@ class DistanceTerm(nn.Module):
             return Score(_minus_slope, (slopes_H,))
         if self.weight is None:
             return Score(_plus_bucket, (self.fixed,))
-        return Score(_plus_table, (self.weight[self.fixed],))
+        table_NH = self.weight[self.fixed]
+        # Copies, because FlexAttention adds up the gradients of all scores with one entry of the table atomically, and
+        # all distances from max_distance on have one entry.
+        spread = Score(_plus_copy, (table_NH.expand(COPIES, -1, -1),))
+        return Score(_plus_table, (table_NH,), for_flex=FlexScore(spread))
 
 
 def _minus_slope(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, slopes_H: Tensor) -> Tensor:
@@ -204,6 +209,10 @@ def _plus_bucket(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, bucket_N
 
 def _plus_table(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, table_NH: Tensor) -> Tensor:
     return z + table_NH[(q - k).clamp(0, table_NH.shape[0] - 1), h].to(z.dtype)
+
+
+def _plus_copy(z: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, table_CNH: Tensor) -> Tensor:
+    return z + table_CNH[q % COPIES, (q - k).clamp(0, table_CNH.shape[1] - 1), h].to(z.dtype)
 
 
 def rotary_tables(

@@ -21,6 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from sinklab.attention.importance import Rows
+from sinklab.attention.operations import fla_kernels
 from sinklab.attention.operations.base import Call, OperationPart
 from sinklab.attention.query_blocks import CHUNK, accumulate_dtype, default_scale, grouped_product
 from sinklab.attention.scores import log_magnitude, log_relu
@@ -54,11 +55,13 @@ class Kernel(OperationPart):
         """
 
     def output(self, call: Call, v_BGTV: Tensor) -> Tensor:
-        call = self._featured(call)
-        v = v_BGTV.to(call.q_BHTD.dtype)
+        call, by_fla = self._featured(call), fla_kernels.serves_call(call, v_BGTV)
+        v = v_BGTV if by_fla else v_BGTV.to(call.q_BHTD.dtype)
+        if self.normalised:
+            v = torch.cat((v, torch.ones_like(v[..., :1])), -1)
+        sums = fla_kernels.linear(call, v) if by_fla else _signed_sums(call, v, self.signed)
         if not self.normalised:
-            return _add_bias(_signed_sums(call, v, self.signed), call).to(v_BGTV.dtype)
-        sums = _signed_sums(call, torch.cat((v, torch.ones_like(v[..., :1])), -1), self.signed)
+            return _add_bias(sums, call).to(v_BGTV.dtype)
         out = _add_bias(sums[..., :-1], call)
         return (out / self._divisor(_add_one(sums[..., -1], call))[..., None]).to(v_BGTV.dtype)
 

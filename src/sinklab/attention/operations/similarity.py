@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from sinklab.attention.operations import fla_kernels
 from sinklab.attention.operations.base import Call, LogSimilarity, Normalisation
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.scores import (
@@ -149,6 +150,11 @@ class Forgetting(LogSimilarity):
 
     def forget_gate(self, width: int, heads: int) -> nn.Module:
         return ForgetGate(width, heads, self.start)
+
+    def output(self, call: Call, v_BGTV: Tensor) -> Tensor:
+        if fla_kernels.serves_call(call, v_BGTV):
+            return fla_kernels.forgetting(call, v_BGTV)
+        return super().output(call, v_BGTV)
 
     def normalisation(self, call: Call) -> Normalisation:
         return Normalisation()

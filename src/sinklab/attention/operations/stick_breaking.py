@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from sinklab.attention import query_blocks as bl
 from sinklab.attention.importance import Rows
 from sinklab.attention.masks import Mask, both
+from sinklab.attention.operations import fla_kernels
 from sinklab.attention.operations.base import Call, OperationPart
 from sinklab.attention.primitive import add_gradients, eager_logits, with_graph
 from sinklab.attention.scores import Score
@@ -80,7 +81,9 @@ class StickBreaking(OperationPart):
     def output(self, call: Call, v_BGTV: Tensor) -> Tensor:
         q_BHTD, k_BGTD, score, mask = call.q_BHTD, call.k_BGTD, call.score(), both(call.mask, OtherKeys())
         bl.check_shapes(q_BHTD, k_BGTD)
-        if call.backend == "eager":
+        if fla_kernels.serves_call(call, v_BGTV):
+            out, rest_BHT = fla_kernels.stick_breaking(call, v_BGTV)
+        elif call.backend == "eager":
             out, rest_BHT = _on_the_matrix(q_BHTD, k_BGTD, v_BGTV, score, mask)
         else:
             tensors = () if score is None else score.tensors

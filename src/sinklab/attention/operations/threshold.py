@@ -18,7 +18,8 @@ which needs at most six steps for rows of 2,048 keys; and iterating the closed f
 because it loses keys of the true support.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import ClassVar, Literal
 
@@ -33,6 +34,7 @@ from sinklab.attention.importance import ColumnSums, Rows
 from sinklab.attention.operations.base import Call, LogSimilarity, Normalisation
 from sinklab.attention.operations.differential import Difference, halves
 from sinklab.attention.scores import Score, log_of, per_query
+from sinklab.device import compiled
 from sinklab.schema import Example, Kind
 
 
@@ -196,20 +198,31 @@ def thresholds(call: Call) -> tuple[Tensor, Tensor]:
             logits = torch.cat([logits, bias_BHT[:, :, rows, None].to(logits.dtype)], -1)
         peak = logits.amax(-1, keepdim=True)
         peak = peak.masked_fill(peak == -torch.inf, 0)
-        tau, slope = _rooted(logits.sub_(peak).div_(2))
+        x = logits.sub_(peak).div_(2)
+        tau, slope = _compiled_rooted()(x, False) if x.is_cuda else _rooted(x, True)
         tau_BHT[:, :, rows], slope_BHT[:, :, rows] = (tau + peak / 2).squeeze(-1), slope.squeeze(-1)
     return tau_BHT, slope_BHT
 
 
-def _rooted(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute tau and the slope (see `thresholds`) of rows x = z / 2 with maximum 0."""
+def _rooted(x: Tensor, stops: bool) -> tuple[Tensor, Tensor]:
+    """Compute tau and the slope (see `thresholds`) of rows x = z / 2 with maximum 0.
+
+    Args:
+        stops: stop when no row changes any more. On CUDA this would wait for the device in each step.
+    """
     tau, limits = torch.full_like(x[..., :1], -1.0), torch.finfo(x.dtype)
     for _ in range(NEWTON_STEPS):
         above = F.relu(x - tau)
         norm = torch.linalg.vector_norm(above, dim=-1, keepdim=True)
         step = ((norm - 1) * norm / above.sum(-1, keepdim=True).clamp(min=limits.tiny)).clamp(min=0)
         tau = tau + step
-        if not x.is_cuda and not torch.any(step > 2 * limits.eps):
-            break  # not on CUDA, where the check would synchronise
+        if stops and not torch.any(step > 2 * limits.eps):
+            break
     total = F.relu(x - tau).sum(-1, keepdim=True)
     return tau, (2 * total).masked_fill(total == 0, 1)
+
+
+@functools.cache
+def _compiled_rooted() -> Callable[[Tensor, bool], tuple[Tensor, Tensor]]:
+    """Return `_rooted`, compiled to one pass over the scores per step; blocks of queries differ in shape."""
+    return compiled(_rooted, dynamic=True)
