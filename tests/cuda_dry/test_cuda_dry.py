@@ -45,7 +45,7 @@ IN_MEASUREMENT = {
     "synchronize, device.py on_host": BATCHES_OF_METRIC + 1,  # and the largest activations
     "synchronize, measuring/accumulate.py costing": 1,
 }
-NOT_FUSED = ("sgd", "muon", "outlier_safe", "ortho_adam")  # variants whose optimiser is not fused AdamW
+NOT_FUSED = ("sgd", "muon", "muon_clip", "outlier_safe", "ortho_adam")  # variants whose optimiser is not fused AdamW
 MASKS = {"document": BATCHES_OF_METRIC, "pattern_windows": 2, "pattern_sinks": 2}  # different masks; 1 for the others
 
 
