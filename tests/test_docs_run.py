@@ -74,7 +74,7 @@ NOT_RUN = {
 """Beginnings of commands that are not run, and why not."""
 
 SLOW = (
-    *("reproduce table", "reproduce figure", "reproduce prop", "reproduce poly", "reproduce all", "reproduce mine"),
+    *("reproduce table", "reproduce figure", "reproduce poly", "reproduce all", "reproduce mine"),
     *("verify", "report runs/tiny", "experiments"),
 )
 """Beginnings of commands that take longer than some seconds; the examples of the help count as such, too."""

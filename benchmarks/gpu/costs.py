@@ -32,7 +32,7 @@ MODELS = {
     "Llama 2 7B": {"layers": 32, "width": 4096, "heads": 32, "ffn": 11008, "parameters": 6.74e9},
     "Llama 3 70B": {"layers": 80, "width": 8192, "heads": 64, "ffn": 28672, "parameters": 70.6e9},
 }
-LENGTHS = {"2k": 2**11, "8k": 2**13, "32k": 2**15, "128k": 2**17}
+LENGTHS = {"8k": 2**13, "128k": 2**17}
 CARDS = (1, 2, 4)
 
 
