@@ -68,7 +68,7 @@ NOT_RUN = {
     "data prepare hf:": "needs the network",
     "train 60m --set ": "days, and a corpus from the network",
     "parity ": "needs a server: tests/assessing/test_parity.py",
-    "reproduce main_results --packed ": "nine core-hours: tests/experiments",
+    "reproduce laptop_mitigations --packed ": "five core-hours: tests/experiments",
     "reproduce all --scale ": "hundreds of runs, two of them on a cluster: tests/experiments",
 }
 """Beginnings of commands that are not run, and why not."""

@@ -114,7 +114,7 @@ def test_the_delta_rule_uses_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     given, rule, own = fla_agreement.delta_case("gated_delta")
     assert torch.equal(rule(*given)[0], own(*given)[0])  # float64 on a CPU
     monkeypatch.setattr(fla_kernels, "serves", lambda q, v: True)
-    monkeypatch.setattr(fla_kernels, "gated_delta", _call)
+    monkeypatch.setattr(fla_kernels, "gated_delta_by_fla", _call)
     with pytest.raises(KernelCalledError):
         rule(*given)
 

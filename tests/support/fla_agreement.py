@@ -33,7 +33,7 @@ ATTENTION = {
     "stick_breaking_rest_learned": "stick_breaking",
 }
 DELTA = {"gated_delta": GatedDelta, "gated_delta_continued": GatedDelta, "kimi_delta": KimiDelta}
-KERNELS = {**ATTENTION, **dict.fromkeys(DELTA, "gated_delta")}
+KERNELS = {**ATTENTION, **dict.fromkeys(DELTA, "gated_delta_by_fla")}
 """The function of `fla_kernels` that each case is to call."""
 
 

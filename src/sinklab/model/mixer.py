@@ -269,7 +269,7 @@ class LinearAttention(nn.Module):
         """
         with torch.autocast(inputs.q_BHLD.device.type, enabled=False):
             by_fla = fla_kernels.serves(inputs.q_BHLD, inputs.v_BHLV)
-            return (fla_kernels.gated_delta if by_fla else gated_delta)(*inputs, state_BHDV)
+            return (fla_kernels.gated_delta_by_fla if by_fla else gated_delta)(*inputs, state_BHDV)
 
     def output(self, out_BHLV: Tensor, x_BLE: Tensor) -> Tensor:
         """Compute the update of the residual stream from the delta rule's output and the token mixer's input."""

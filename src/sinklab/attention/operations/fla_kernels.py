@@ -12,7 +12,10 @@ B batch, H query heads, G KV heads, T queries, D key dimension, V value dimensio
 """
 
 import functools
+from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,47 +54,45 @@ def linear(call: Call, v_BGTV: Tensor) -> Tensor:
         call: queries and keys after the feature map.
         v_BGTV: values of any width, for example with a column of ones.
     """
-    from fla.ops.simple_gla import chunk_simple_gla
-
     V, repeats = v_BGTV.shape[-1], call.q_BHTD.shape[1] // v_BGTV.shape[1]
     v_BGTV = F.pad(v_BGTV, (0, -V % WIDTHS.step))
     # The kernel requires as many KV heads as query heads.
     k, v = (x.to(v_BGTV.dtype).repeat_interleave(repeats, 1) for x in (call.k_BGTD, v_BGTV))
-    parts = _rows(call.q_BHTD.to(v.dtype), k, v)
-    return chunk_simple_gla(*parts, scale=default_scale(call.q_BHTD))[0].transpose(1, 2)[..., :V].float()
+    sums = _kernel("simple_gla", "chunk_simple_gla")
+    out_BTHV, _ = sums(*_rows(call.q_BHTD.to(v.dtype), k, v), scale=default_scale(call.q_BHTD))
+    return out_BTHV.transpose(1, 2)[..., :V].float()
 
 
 def forgetting(call: Call, v_BGTV: Tensor) -> Tensor:
     """Compute softmax attention with forget gates (`scores.forget_gates`): (B, H, T, V)."""
-    from fla.ops.forgetting_attn import parallel_forgetting_attn
-
     assert call.forget_gates is not None
     (log_kept_BTH,) = call.forget_gates.tensors
     log_gate_BTH = log_kept_BTH.diff(dim=1, prepend=torch.zeros_like(log_kept_BTH[:, :1]))
     parts = _rows(call.q_BHTD.to(v_BGTV.dtype), call.k_BGTD.to(v_BGTV.dtype), v_BGTV)
-    return parallel_forgetting_attn(*parts, log_gate_BTH, scale=call.matrix().factor).transpose(1, 2)
+    attend = _kernel("forgetting_attn", "parallel_forgetting_attn")
+    return attend(*parts, log_gate_BTH, scale=call.matrix().factor).transpose(1, 2)
 
 
 def stick_breaking(call: Call, v_BGTV: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the output of stick-breaking attention, (B, H, T, V), and the rest, (B, H, T)."""
-    from fla.ops.stickbreaking_attn import parallel_stickbreaking_attn
-
     parts = _rows(call.q_BHTD.to(v_BGTV.dtype), call.k_BGTD.to(v_BGTV.dtype), v_BGTV)
-    out_BTHV, rest_BTH = parallel_stickbreaking_attn(*parts)
+    out_BTHV, rest_BTH = _kernel("stickbreaking_attn", "parallel_stickbreaking_attn")(*parts)
     return out_BTHV.transpose(1, 2), rest_BTH.transpose(1, 2)
 
 
-def gated_delta(
+def gated_delta_by_fla(
     q_BHTD: Tensor, k_BHTD: Tensor, v_BHTV: Tensor, log_decay: Tensor, rate_BHT: Tensor, state_BHDV: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Compute `sinklab.model.mixer.gated_delta`, with its arguments and results."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    from fla.ops.kda import chunk_kda
-
-    rule = chunk_kda if log_decay.ndim == 4 else chunk_gated_delta_rule
+    rule = _kernel("kda", "chunk_kda") if log_decay.ndim == 4 else _kernel("gated_delta_rule", "chunk_gated_delta_rule")
     parts = _rows(q_BHTD.to(v_BHTV.dtype), k_BHTD.to(v_BHTV.dtype), v_BHTV, log_decay, rate_BHT)
     out_BTHV, state_BHDV = rule(*parts, scale=1.0, initial_state=state_BHDV, output_final_state=True)
     return out_BTHV.transpose(1, 2), state_BHDV
+
+
+def _kernel(module: str, name: str) -> Callable[..., Any]:
+    """Return a kernel. An import statement would make transformers require fla for every exported model."""
+    return getattr(import_module(f"fla.ops.{module}"), name)
 
 
 def _rows(*parts: Tensor) -> list[Tensor]:
