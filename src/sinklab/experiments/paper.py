@@ -138,10 +138,11 @@ class PaperStatement(Part):
 
     def at(self, scale: str) -> Self:
         """Return the statement with the claims, number and caveat of a scale."""
-        if scale != "laptop" or self.laptop is None:
+        own = self.laptop if scale == "laptop" else None
+        if own is None:
             return self
-        own = {name: getattr(self.laptop, name) for name in ("claims", "number", "caveat")}
-        return self.model_copy(update={**own, "caveat": self.laptop.caveat or self.caveat})
+        caveat = own.caveat or self.caveat
+        return self.model_copy(update={"claims": own.claims, "number": own.number, "caveat": caveat})
 
 
 @cache

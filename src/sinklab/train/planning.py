@@ -220,10 +220,7 @@ def most_at_once(recipes: Sequence[Recipe], devices: int = 1) -> int | None:
         return None
     needed = 1
     for recipe in recipes:
-        size = recipe.model.vocab_size or known_vocabulary(recipe.data) or 0
-        model = recipe.model.model_copy(update={"vocab_size": size})
-        train = recipe.train.model_copy(update={"precision": resolved_precision(recipe.train.precision, device)})
-        estimate = memory_estimate(recipe.model_copy(update={"model": model, "train": train}))
+        estimate = memory_estimate(_resolved(recipe, device, known_vocabulary(recipe.data) or 0))
         needed = max(needed, sum(estimate.values()))
     return devices * max(1, have // needed)
 
@@ -303,7 +300,12 @@ def sized(recipe: Recipe, device: torch.device, prepare: Callable[[], TokenDatas
     Raises:
         SinklabError: if the source is prepared data that is damaged; also as `prepare`.
     """
-    size = recipe.model.vocab_size or known_vocabulary(recipe.data) or prepare().vocab_size
-    model = recipe.model.model_copy(update={"vocab_size": size})
+    known = recipe.model.vocab_size or known_vocabulary(recipe.data)
+    return _resolved(recipe, device, known or prepare().vocab_size)
+
+
+def _resolved(recipe: Recipe, device: torch.device, vocabulary: int) -> Recipe:
+    """Return the recipe with the precision of the device, and this vocabulary size if it has none."""
+    model = recipe.model.model_copy(update={"vocab_size": recipe.model.vocab_size or vocabulary})
     train = recipe.train.model_copy(update={"precision": resolved_precision(recipe.train.precision, device)})
     return recipe.model_copy(update={"model": model, "train": train})
