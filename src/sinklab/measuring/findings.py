@@ -187,7 +187,7 @@ class Ablation(Part):
 
 
 class Mixing(Part):
-    """Relative change of the hidden states at later positions when one token is replaced (mixing.py).
+    """Relative change of the hidden states at later positions when one token is replaced (surgery.py).
 
     Attributes:
         position: position of the replaced token, 1-based.

@@ -159,7 +159,7 @@ class Measurement(WithArrays):
         sink_rate_window_start: sink rate of the attention to the first key of a query's sliding window, mean over the
             queries whose window no longer contains position 1. None, and left out of the files, if there are no such
             queries, if learned tokens precede the sequence, and for Hugging Face models.
-        uniform_ratio: alpha_k divided by its value under uniform causal attention (metrics.py), mean over (sequence,
+        uniform_ratio: alpha_k divided by its value under uniform causal attention, mean over (sequence,
             layer, head), by position from position 1. It is 1 under uniform attention, for every T.
         loss: cross-entropy in nats per token over targets 2..T (after the prefix under a prefix mask); None if there
             are no targets, or if the loss was not requested.
@@ -187,7 +187,7 @@ class Measurement(WithArrays):
         details: additional statistics (details.py); None, and left out of the files, unless requested.
         notes: remarks on the model and the measurement, such as a halved batch size.
         ablations: loss and sinks under each ablation (surgery.py); None unless requested.
-        mixing: how far the effect of replacing one token spreads (mixing.py); None unless requested.
+        mixing: how far the effect of replacing one token spreads (surgery.py); None unless requested.
         propositions: check of the propositions of 2410.10781 on repeated tokens (propositions.py); None for other
             inputs, with padding, for sequences of one token, or if the notes give another reason.
         explored: attention maps of one sequence (`Explored`); None unless requested.

@@ -193,7 +193,7 @@ class Batch:
         loss: loss summed over the batch's targets, in nats (float64 scalar).
         targets: number of targets; 0 if the loss was skipped.
         prefixes: alpha (layers, B, H, length) of the sequences truncated to each of the accumulator's lengths.
-        views: how the mask differs from the full causal mask, by layer (mask_coverage.py); None if it does not.
+        views: how the mask differs from the full causal mask, by layer; None if it does not.
         details: statistics of `--details`; None if neither details nor maps are requested.
         biased: whether each attention layer has a `bias_BH`.
     """

@@ -87,7 +87,7 @@ class Alibi(Part):
 class Rotary(Part):
     """RoPE: pair i of the first D channels of queries and keys at position t is rotated by t theta^(-2i/D).
 
-    D is `share` times the number of channels. With a latent projection, other channels are rotated (`latent.py`).
+    D is `share` times the number of channels. With a latent projection, other channels are rotated (values.py).
     """
 
     kind: Literal["rotary"] = "rotary"

@@ -49,7 +49,7 @@ class OrthogonalMap(nn.Linear):
 
 
 class Transformer(nn.Module):
-    """Decoder language model, tokens_BT -> logits_BTV, with initialised weights (init.py).
+    """Decoder language model, tokens_BT -> logits_BTV, with initialised weights (config.py).
 
     Args:
         config: model section of a recipe, with `vocab_size` set.

@@ -95,7 +95,7 @@ def _by_layer(data: ReportData) -> Figure | None:
 
 
 def uniform_importance(length: int) -> np.ndarray:
-    """Return the importance of every position under uniform causal attention (see metrics.py), shape (length,)."""
+    """Return the importance of every position under uniform causal attention, shape (length,)."""
     return metrics.uniform_importance(torch.tensor([length]), length)[0].numpy()
 
 

@@ -94,8 +94,8 @@ def measure(
             Padding is not supported.
         ablate: ablations to measure: "mask_first:N", "no_bos", "zero_massive", "mean_massive", and the last two with
             ":LAYER" (surgery.py). Padding is not supported.
-        perturb: 1-based position whose token is replaced, to measure how far the effect spreads (mixing.py). Padding is
-            not supported.
+        perturb: 1-based position whose token is replaced, to measure how far the effect spreads (surgery.py). Padding
+            is not supported.
         model_name: model name, stored with the result; default: the name of a model that was given by its name.
         inputs: kind of input tokens: "natural", "random" or "repeat"; of `tokens` it is only stored with the result.
             For "repeat" without padding, the propositions of 2410.10781 are checked too (propositions.py).

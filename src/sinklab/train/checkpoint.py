@@ -1,7 +1,6 @@
 """Checkpoints: one folder per step, written under a temporary name, checksummed, and renamed when complete.
 
     shard-*.safetensors    weights and optimiser state, one file per process, readable by any number of processes
-                           (py)
     state.json             `TrainState`, the run hash, and the shape of every tensor
     SHA256SUMS             checksums of the other files in the format of `sha256sum --check`; written last
 

@@ -51,7 +51,7 @@ class Updater:
         state: training state; `state.step` is also the index of the next batch.
         device: device of this process.
         batches: prefetcher of this process's rows of every batch.
-        compiles_loss: True if the training loss is compiled (`parallelize.compiles_loss`).
+        compiles_loss: True if the training loss is compiled (`world.compiles_loss`).
 
     Raises:
         InputError: if the device does not exist, the text is too short, a data intervention is outside the chunk or

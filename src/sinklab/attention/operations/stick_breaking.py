@@ -10,8 +10,8 @@ In the backward pass, the gradient with respect to log A_s is g_s = A_s dA_s, an
     dl_s = g_s - beta_s (g_s + sum of g over the keys before s + rest drest),
 
 which takes another cumulative sum. dA_s and drest are the gradients with respect to A_s and the rest. As in
-`chunked.py`, the backward pass recomputes the scores of one block of queries at a time, and autograd differentiates the
-score function.
+query_blocks.py, the backward pass recomputes the scores of one block of queries at a time, and autograd differentiates
+the score function.
 
 B batch, H query heads, G KV heads, T queries, S keys, Q queries of a block, D key dimension, V value dimension.
 """
