@@ -63,7 +63,7 @@ def test_a_probe_takes_no_name_of_a_model() -> None:
         ([[1, 2], ["a", "b"]], "tokens are not a matrix of integers"),
         ([b"text"], "tokens are of type list; expected rows of integers"),
         ([[1, 2**80]], "tokens are not a matrix of integers"),
-        ({"input_ids": TOKENS}, "tokens are of type dict"),
+        ({"input_ids": TOKENS}, r"tokens are of type dict; .*input_ids of a tokenizer"),
         ([], "neither empty"),
         (TOKENS[0], "neither empty"),
     ],

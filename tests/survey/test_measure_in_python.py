@@ -53,6 +53,14 @@ def test_a_text_gives_the_bits_of_its_tokens(tmp_path: Path) -> None:
         assert np.array_equal(by_tokens.importance, by_text.importance)
 
 
+def test_conversations_and_rows_are_documents_as_in_a_file(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model")
+    messages = [{"role": "user", "content": "red cat old dog big hat wet sea " * 3}]
+    given = ([messages], [{"messages": messages}], [{"text": f"user: {messages[0]['content']}"}])
+    losses = {sinklab.measure(str(folder), text=text, sequences=1, length=12).loss for text in given}
+    assert len(losses) == 1
+
+
 def test_bos_of_a_text_is_asked_for_or_left_out(tmp_path: Path) -> None:
     folder, text = tiny_model(tmp_path / "model", bos=True), text_file(tmp_path / "text.jsonl")
     bare = sinklab.measure(str(folder), text=text, sequences=4, length=16, bos=False)
@@ -89,6 +97,7 @@ def test_a_run_is_measured_by_its_directory_and_not_in_memory(tmp_path: Path) ->
         ({"tokens": [[1, 2]], "text": "stdlib"}, "not both"),
         ({"attention_mask": [[1, 1]]}, "attention_mask"),
         ({"text": "there/is/none.txt"}, "none.txt"),
+        ({"text": "red cat " * 50}, r"no text at 'red cat .*documents as a list, such as text=\[..\]"),
         ({"tokenizer": "gpt2"}, "tokenizer of transformers"),
     ],
 )

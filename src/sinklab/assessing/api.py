@@ -1,6 +1,5 @@
 """`sinklab.assess`: assess a model in memory, or one by its name, on token ids or on a text."""
 
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from sinklab.assessing.assess_model import Assessment
 from sinklab.assessing.assess_model import assess as assess_opened
 from sinklab.assessing.parts.caches import PromptCache
 from sinklab.assessing.settings import TOLERANCE, AssessOptions
+from sinklab.data.textfiles import named_text
 from sinklab.errors import InputError
 from sinklab.measuring.inputs import token_matrix
 from sinklab.models.adapter import LanguageModel, unwrapped
@@ -23,7 +23,7 @@ def assess(
     model: "LanguageModel | str | Path",
     tokens: Tensor | np.ndarray | Sequence[Sequence[int]] | None = None,
     *,
-    text: str | Path | Sequence[str] | None = None,
+    text: str | Path | Sequence[Any] | None = None,
     tokenizer: Any = None,
     parts: Sequence[str] = (),
     press: Any = None,
@@ -60,12 +60,7 @@ def assess(
     if tokens is not None and text is not None:
         raise InputError("pass `tokens` or `text`, not both")
     with tempfile.TemporaryDirectory() as folder:
-        source: Path | Tensor | None = None
-        if isinstance(text, str | Path):
-            source = Path(text)
-        elif text is not None:
-            source = Path(folder) / "documents.jsonl"
-            source.write_text("".join(json.dumps({"text": document}) + "\n" for document in text), "utf-8")
+        source: Path | Tensor | None = None if text is None else named_text(text, folder)
         if tokens is not None:
             source = token_matrix(tokens).cpu()
             N, T = source.shape

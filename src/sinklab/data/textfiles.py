@@ -19,11 +19,12 @@ import csv
 import gzip
 import importlib
 import io
+import json
 import lzma
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -345,6 +346,22 @@ def _files_below(folder: Path) -> tuple[list[Path], list[Path]]:
     read = [file for file in read if not (is_compressed(file) and file.with_suffix("") in read)]
     read = [file for file in read if not (file.suffix == ".arrow" and file.name.startswith("cache-"))]
     return read, sorted({*files} - {*read})
+
+
+def named_text(text: str | Path | Sequence[Any], folder: str) -> Path:
+    """Return the path or name of a text; a list of documents (strings, messages or rows) is written to `folder` first.
+
+    Raises:
+        InputError: if `text` is a document and not a list of documents.
+    """
+    if isinstance(text, str) and any(map(str.isspace, text)) and not os.path.exists(text):
+        raise InputError(f"no text at {text[:40]!r}: pass documents as a list, such as text=[..]")
+    if isinstance(text, str | Path):
+        return Path(text)
+    rows = [one if isinstance(one, dict) else {"messages" if isinstance(one, list) else "text": one} for one in text]
+    path = Path(folder) / "documents.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
 
 
 def plain_conversation(messages: list[Message], where: str) -> str:

@@ -344,7 +344,7 @@ def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:
             or not isinstance(tokens, Sequence)
             or any(isinstance(x, str | bytes | dict) for x in tokens)
         ):
-            raise InputError(f"{name} are {type_text(tokens)}; expected rows of integers, (sequences, length)")
+            raise InputError(f"{name} are {type_text(tokens)}; expected rows of integers (input_ids of a tokenizer)")
         try:
             lengths = {len(row) for row in tokens}
             rows = torch.tensor([list(row) for row in tokens] or [[]]) if len(lengths) < 2 else None

@@ -3,7 +3,6 @@
 Trainer callback (transformers, trl) that measures sinks at every evaluation.
 """
 
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 
 from sinklab.attention.masks import real_tokens
+from sinklab.data.textfiles import named_text
 from sinklab.errors import InputError
 from sinklab.measuring.driver import measure as measure_tokens
 from sinklab.measuring.driver import measure_with_study
@@ -36,7 +36,7 @@ def measure(
     model: "LanguageModel | str | Path",
     tokens: Tensor | np.ndarray | Sequence[Sequence[int]] | None = None,
     *,
-    text: str | Path | Sequence[str] | None = None,
+    text: str | Path | Sequence[Any] | None = None,
     tokenizer: Any = None,
     sequences: int = 100,
     length: int = 64,
@@ -67,8 +67,9 @@ def measure(
             name of a model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
         tokens: token ids (sequences, length): a tensor on any device, an array, or a list of lists of integers. None
             for sequences of a text, or of random or repeated tokens (`inputs`).
-        text: a list of documents, a text file, a folder of them, or a source such as "stdlib"; default: the text that
-            comes with sinklab. Only without `tokens`.
+        text: a list of documents (strings, conversations as lists of messages, or rows of a .jsonl file), a text file,
+            a folder of them, or a source such as "stdlib"; default: the text that comes with sinklab. Only without
+            `tokens`.
         tokenizer: tokenizer of a Hugging Face model in memory, for a text; default: that of the directory or hub name
             from which the model was loaded.
         sequences: number of sequences. Only without `tokens`.
@@ -179,18 +180,14 @@ def measure(
 
 def _measure_text(
     model: "LanguageModel | str | Path",
-    text: str | Path | Sequence[str] | None,
+    text: str | Path | Sequence[Any] | None,
     tokenizer: Any,
     request: Request,
     progress: Progress | None,
 ) -> Measurement:
     """Measure a model by its name, or one in memory with its tokenizer, on a text."""
     with tempfile.TemporaryDirectory() as folder:
-        if text is not None and not isinstance(text, str | Path):
-            documents = Path(folder) / "documents.jsonl"
-            documents.write_text("".join(json.dumps({"text": document}) + "\n" for document in text), "utf-8")
-            text = documents
-        text = request.check(Path(text) if text is not None else None)
+        text = request.check(None if text is None else named_text(text, folder))
         if isinstance(model, str | Path):
             if tokenizer is not None:
                 raise InputError("a model that is given by its name has its own tokenizer: leave out `tokenizer`")

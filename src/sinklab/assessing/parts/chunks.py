@@ -119,14 +119,8 @@ class Chunks(AssessPart):
             answer = f"{one.method}, {self.chunks} chunks of {self.prompt // self.chunks:,} tokens"
             names = ["chunks_apart_added"] if one is self.methods[0] else []
             yield self.row(one.method, one, answer=answer, numbers=names, points=[("added loss", one.method)])
-        yield PartRow(
-            "",
-            None,
-            self.sinks.due_to_sink,
-            answer="due to the sinks of the chunks",
-            gained="with chunks cached apart",
-            numbers=["chunks_due_to_sink"],
-        )
+        answer, words = "due to the sinks of the chunks", f"with chunks cached apart{self.sinks.spread}"
+        yield PartRow("", None, self.sinks.due_to_sink, answer=answer, gained=words, numbers=["chunks_due_to_sink"])
 
     def remark(self) -> str:
         return f"chunks: of the loss with chunks cached apart, {self.sinks.due_said}"

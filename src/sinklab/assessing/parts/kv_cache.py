@@ -267,8 +267,9 @@ class KVCache(AssessPart):
                     what, points = f"{bits}, {name} in full precision", [(f"{series} in full precision", one.bits)]
                     yield self.row(what, effect, "" if positions is None else named_positions(positions), points=points)
             if one.bits == fewest:
-                recent = f", {self.residual} recent tokens not rounded" if self.residual else ", recent tokens included"
-                answer, words = f"part of the loss in {bits} due to the sink", f"with a cache in {bits}{recent}"
+                recent = f"{self.residual} recent tokens not rounded" if self.residual else "recent tokens included"
+                answer = f"part of the loss in {bits} due to the sink"
+                words = f"with a cache in {bits}{one.spread}, {recent}"
                 yield PartRow("", None, one.due_to_sink, answer=answer, gained=words, numbers=["cache_due_to_sink"])
         if self.without_exempt is None or self.without_random is None:
             return
