@@ -23,7 +23,7 @@ INSTEAD = {
     "model.init_from=MODEL": "model.init_from=TinyStories-656K",
     "data.source=FILE": "data.source=stories.txt",
     "MODEL": "TinyStories-656K",
-    "HuggingFaceTB/SmolLM2-135M": "TinyStories-656K",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "TinyStories-656K",
     "BASE": "runs/k",
     "CHAT": "runs/tiny-0",
     "A": "runs/k",
@@ -185,7 +185,7 @@ def test_the_slow_commands_of_a_page_run(page: str, desk: Run) -> None:
 def test_the_snippet_of_the_readme_runs(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
     model = data_dir / "models" / "TinyStories-656K"
-    exec(snippet.replace("HuggingFaceTB/SmolLM2-135M", str(model)), {})
+    exec(snippet.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(model)), {})
     assert "Sink₁" in capsys.readouterr().out
 
 

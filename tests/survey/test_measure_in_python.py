@@ -53,6 +53,29 @@ def test_a_text_gives_the_bits_of_its_tokens(tmp_path: Path) -> None:
         assert np.array_equal(by_tokens.importance, by_text.importance)
 
 
+@pytest.mark.parametrize("left", [True, False])
+def test_padding_without_a_mask_is_noted(left: bool) -> None:
+    config = hf.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=32,
+        eos_token_id=[2, 3],
+    )
+    model = hf.LlamaForCausalLM(config)
+    tokens = torch.randint(4, 32, (3, 8), generator=torch.Generator().manual_seed(0))
+    tokens[0, 0] = tokens[2, -1] = 3  # a single one is part of a text
+    assert not [note for note in sinklab.measure(model, tokens).notes if "attention_mask" in note]
+    padded = slice(None, 2) if left else slice(-2, None)
+    tokens[1, padded] = 3
+    (note,) = [note for note in sinklab.measure(model, tokens).notes if "attention_mask" in note]
+    assert note.startswith("1 of 3 sequences begin or end")
+    mask = torch.ones_like(tokens)
+    mask[1, padded] = 0
+    assert not [note for note in sinklab.measure(model, tokens, attention_mask=mask).notes if "attention_mask" in note]
+
+
 def test_conversations_and_rows_are_documents_as_in_a_file(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model")
     messages = [{"role": "user", "content": "red cat old dog big hat wet sea " * 3}]

@@ -12,8 +12,8 @@ Every decision compares losses on the same text with a tolerance in nats per tok
     KV heads         the same for a single KV head in 2 bits (`kv_cache`)
     activations      static int8 scales if they add at most the tolerance more than a scale per token (`quantisation`)
 
-First tokens and BOS are `undecided` where `is_undecided` is True of a loss that they rest on, a format if its standard
-error exceeds the tolerance; the other decisions have no such check.
+First tokens and BOS are `undecided` where `is_undecided` is True of a loss that they rest on. Formats for which it is
+True are named and not chosen. The other decisions have no such check.
 """
 
 from collections import Counter
@@ -213,38 +213,38 @@ def _bits(one: StoredFormat, part: str) -> float:
     return {"keys": stored.key_bits, "values": stored.value_bits, "everything": one.bits}[part]
 
 
-def smallest_format(
+def chosen_format(
     formats: KVFormats, tolerance: float, part: str, among: Sequence[str] = tuple(FORMATS)
-) -> str | None:
-    """Return the format with the fewest bits whose added loss is at most the tolerance; None if there is none.
+) -> tuple[str | None, list[str]]:
+    """Return the format with the fewest bits that is within the tolerance, and formats of fewer bits that may be.
 
-    The result is `UNDECIDED` if the standard error of this loss exceeds the tolerance.
+    The format's added loss must be at least two standard errors below the tolerance; None if there is none. The list
+    has formats whose added loss differs from the tolerance by less, ordered by bits.
 
     Args:
         part: what is stored in it: "keys", "values" or "everything".
         among: names of the formats that can be chosen.
     """
-    fits = [
-        one
-        for one in formats.formats
-        if one.name in among and getattr(one, part).loss - formats.unchanged.loss <= tolerance
-    ]
-    best = min(fits, key=lambda one: (_bits(one, part), getattr(one, part).loss), default=None)
-    if best is None:
-        return None
-    return UNDECIDED if (getattr(best, part).error or 0.0) > tolerance else best.name
+    undecided = list[str]()
+    known = [(_bits(one, part), getattr(one, part), one.name) for one in formats.formats if one.name in among]
+    for _, effect, name in sorted(known, key=lambda one: (one[0], one[1].loss)):
+        added = effect.loss - formats.unchanged.loss
+        if is_undecided(added, effect.error, tolerance):
+            undecided.append(name)
+        elif added <= tolerance:
+            return name, undecided
+    return None, undecided
 
 
 def _format(formats: KVFormats, tolerance: float, part: str, question: str) -> Decision:
-    effects = {one.name: getattr(one, part) for one in formats.formats}
-    ordered = sorted(formats.formats, key=lambda one: _bits(one, part))
-    added = {one.name: effects[one.name].loss - formats.unchanged.loss for one in ordered}
-    shown = ", ".join(f"{name} {loss:+.3f}" for name, loss in added.items())
-    evidence = f"added loss (nats per token): {shown}"
-    if (name := smallest_format(formats, tolerance, part)) is None:
-        return Decision(question, "16 bits", f"{evidence}; none is within the tolerance")
-    more = "; the standard error of the smallest exceeds the tolerance: pass more text" if name == UNDECIDED else ""
-    return Decision(question, name, evidence + more)
+    effects = {one.name: getattr(one, part) for one in sorted(formats.formats, key=lambda one: _bits(one, part))}
+    shown = ", ".join(f"{name} {one.loss - formats.unchanged.loss:+.3f}" for name, one in effects.items())
+    name, undecided = chosen_format(formats, tolerance, part)
+    more = "" if name else "; none is safely within the tolerance"
+    if undecided:
+        errors = ", ".join(f"{one} (± {effects[one].error:.3f})" for one in undecided)
+        more += f"; undecided: {errors}, pass more text"
+    return Decision(question, name or "16 bits", f"added loss (nats per token): {shown}{more}")
 
 
 def _layers(formats: KVFormats, tolerance: float) -> Decision:
@@ -307,21 +307,28 @@ def _error(effect: Effect) -> str:
 def _servers(model: str, first: str, formats: KVFormats, tolerance: float) -> Iterator[tuple[str, str]]:
     """Yield the settings of each server, in the smallest of its own formats that is within the tolerance.
 
-    `first` is the number of first tokens to keep, `UNDECIDED` or empty. A setting may be `UNDECIDED`.
+    A comment names undecided formats of fewer bits. `first` is the number of first tokens to keep,
+    `UNDECIDED` or empty; a setting with `UNDECIDED` cannot be used.
     """
 
-    def chosen(part: str, **names: str) -> str | None:
-        """Return the server's name of a format; `names` are pairs of our name, with _ for a space, and the server's."""
+    def chosen(part: str, otherwise: str, **names: str) -> tuple[str, list[str]]:
+        """Return the server's names of a format and of those undecided; `names`: ours, with __ for a space, to its."""
         ours = {name.replace("__", " "): theirs for name, theirs in names.items()}
-        found = smallest_format(formats, tolerance, part, tuple(ours))
-        return found if found in (None, UNDECIDED) else ours[found]
+        name, undecided = chosen_format(formats, tolerance, part, tuple(ours))
+        return ours[name] if name else otherwise, [ours[one] for one in undecided]
+
+    def comment(undecided: Sequence[str]) -> str:
+        return f"  # close to the tolerance: {', '.join(undecided)}" if undecided else ""
 
     presets = {name: name for name in FORMATS if name.startswith("turboquant")}
-    dtype = chosen("everything", fp8="fp8", nvfp4="nvfp4", **presets) or "auto"
-    yield "vLLM", f"vllm serve {model} --kv-cache-dtype {dtype}"
-    dtype = chosen("everything", fp8="fp8_e4m3", nvfp4="fp4_e2m1") or "auto"
-    yield "SGLang", f"python -m sglang.launch_server --model-path {model} --kv-cache-dtype {dtype}"
-    kinds = [chosen(part, q8_0="q8_0", q4_0__rotated="q4_0") or "f16" for part in ("keys", "values")]
+    dtype, unclear = chosen("everything", "auto", fp8="fp8", nvfp4="nvfp4", **presets)
+    yield "vLLM", f"vllm serve {model} --kv-cache-dtype {dtype}{comment(unclear)}"
+    dtype, unclear = chosen("everything", "auto", fp8="fp8_e4m3", nvfp4="fp4_e2m1")
+    yield "SGLang", f"python -m sglang.launch_server --model-path {model} --kv-cache-dtype {dtype}{comment(unclear)}"
+    kinds = {"q8_0": "q8_0", "q4_0__rotated": "q4_0"}
+    keys, unclear_keys = chosen("keys", "f16", **kinds)
+    values, unclear_values = chosen("values", "f16", **kinds)
+    unclear = [*(f"keys {name}" for name in unclear_keys), *(f"values {name}" for name in unclear_values)]
     keep = f" --context-shift --keep {first}" if first.strip("0") else ""
     file = model if model.endswith(".gguf") else "MODEL.gguf"
-    yield "llama.cpp", f"llama-server -m {file} -ctk {kinds[0]} -ctv {kinds[1]}{keep}"
+    yield "llama.cpp", f"llama-server -m {file} -ctk {keys} -ctv {values}{keep}{comment(unclear)}"

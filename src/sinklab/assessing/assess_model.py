@@ -47,8 +47,8 @@ class JudgedSetting:
         name: the setting.
         added, error: added loss in nats per token, and its standard error; None if unknown.
         size: bits per number; 0 where settings are of equal size.
-        verdict: "safe" if the added loss is at most the tolerance, else "not safe"; "undecided" if the standard error
-            exceeds the tolerance and the two differ by less than two standard errors.
+        verdict: "safe" if the added loss is at most the tolerance, else "not safe"; "undecided" if the two differ by
+            less than two standard errors.
     """
 
     kind: str

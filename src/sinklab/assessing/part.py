@@ -311,8 +311,8 @@ class AssessPart(ReadDocument, ABC):
 
 
 def is_undecided(added: float, error: float | None, tolerance: float) -> bool:
-    """Return whether the standard error of an added loss is too large to compare the loss with the tolerance."""
-    return error is not None and error > tolerance and abs(added - tolerance) < 2 * error
+    """Return whether an added loss differs from the tolerance by less than two of its standard errors."""
+    return error is not None and abs(added - tolerance) < 2 * error
 
 
 def several(count: int, noun: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
@@ -175,7 +176,8 @@ def measure(
             bos_tokens = int(settings.bos)
             found = measure_with_study(adapter, tokens_NT, settings, study, bos_tokens=bos_tokens, progress=progress)
     first = tokens_NT[0] if mask_NT is None else tokens_NT[0][mask_NT[0].to(tokens_NT.device).bool()]
-    return found.model_copy(update={"fed": Fed(ids=first[:FED].tolist())})
+    notes = [*found.notes, *(_note_on_padding(model, tokens_NT) if attention_mask is None else ())]
+    return found.model_copy(update={"fed": Fed(ids=first[:FED].tolist()), "notes": notes})
 
 
 def _measure_text(
@@ -204,6 +206,21 @@ def _begins_with_bos(model: LanguageModel, tokens_NT: Tensor, attention_mask_NT:
     if attention_mask_NT is not None and attention_mask_NT.shape == tokens_NT.shape:
         first_N1 = tokens_NT.gather(1, real_tokens(attention_mask_NT).index_BR[:, :1].to(tokens_NT.device))
     return bool((first_N1 == bos_id).all())
+
+
+def _note_on_padding(model: LanguageModel, tokens_NT: Tensor) -> list[str]:
+    """Return a note if sequences begin or end with two padding or end-of-text tokens."""
+    config = text_config(model.config)
+    named = [getattr(config, name, None) for name in ("pad_token_id", "eos_token_id")]
+    ids = [token for one in named if one is not None for token in (one if isinstance(one, list) else [one])]
+    pad_NT = torch.isin(tokens_NT, torch.tensor(ids, dtype=tokens_NT.dtype, device=tokens_NT.device))
+    rows = int((pad_NT[:, :2].all(1) | pad_NT[:, -2:].all(1)).sum()) if tokens_NT.shape[1] > 1 else 0
+    if not rows:
+        return []
+    return [
+        f"{rows} of {len(tokens_NT)} sequences begin or end with several padding or end-of-text tokens, which were "
+        "measured as text: if this is padding, pass attention_mask"
+    ]
 
 
 EVAL_PREFIX = "eval_"
