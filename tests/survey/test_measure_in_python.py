@@ -53,6 +53,13 @@ def test_a_text_gives_the_bits_of_its_tokens(tmp_path: Path) -> None:
         assert np.array_equal(by_tokens.importance, by_text.importance)
 
 
+def test_a_short_list_of_documents_gives_fewer_sequences(tmp_path: Path) -> None:
+    documents = ["red cat old dog big hat wet sea " * 12] * 3
+    found = sinklab.measure(str(tiny_model(tmp_path / "model")), text=documents)
+    assert found.sequences == 3
+    assert any("100" in note for note in found.notes)
+
+
 @pytest.mark.parametrize("left", [True, False])
 def test_padding_without_a_mask_is_noted(left: bool) -> None:
     config = hf.LlamaConfig(

@@ -73,7 +73,7 @@ def measure(
             `tokens`.
         tokenizer: tokenizer of a Hugging Face model in memory, for a text; default: that of the directory or hub name
             from which the model was loaded.
-        sequences: number of sequences. Only without `tokens`.
+        sequences: number of sequences; fewer, with a note, if a list of documents is short. Only without `tokens`.
         length: tokens per sequence. Only without `tokens`.
         seed: random seed of random and repeated tokens. Only without `tokens`.
         attention_mask: 1 at real tokens, 0 at padding on the left or right; None if there is no padding. Padding is not
@@ -140,6 +140,7 @@ def measure(
             seed=seed,
             bos=bos is True,
             no_bos=bos is False,
+            fewer=text is not None and not isinstance(text, str | Path),
         )
         found = _measure_text(model, text, tokenizer, request, progress)
         return found.model_copy(update={"model": model_name}) if model_name else found
