@@ -544,7 +544,8 @@ def real_tokens(mask_BT: Tensor) -> RealTokens:
     if not torch.equal(block_BT, mask_BT):
         row = int((block_BT != mask_BT).any(1).nonzero()[0])
         raise InputError(
-            f"sequence {row} (from 0) of the batch has padding between its tokens: pad on the left or the right"
+            f"sequence {row} (from 0) of the batch has padding between its tokens: pad on the right, or on the left "
+            "(for generation)"
         )
     return _aligned(mask_BT, int(count_B.max()), not bool(mask_BT.all()))
 

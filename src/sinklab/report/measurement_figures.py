@@ -371,6 +371,7 @@ def tiles(data: ReportData) -> list[Tile]:
     [(_, one)] = data.measured
     above_L = (one.importance[:, :, 0] > one.eps).sum(1)
     shown = [f"{layer + 1}" for layer in np.argsort(-above_L, kind="stable")[:3] if above_L[layer]]
+    most = f", most of them in layer{'s' * (len(shown) > 1)} {', '.join(shown)}" if shown else ""
     without = next((found for found in one.ablations or () if found.name == "no_bos"), None)
     token = "BOS" if one.bos else "any first token"
     about = "the sequences do not begin with BOS" if not one.bos else "or any first token? See --ablate no_bos"
@@ -389,9 +390,7 @@ def tiles(data: ReportData) -> list[Tile]:
             f"of heads give the first token over ε = {one.eps:g} of their attention, "
             f"in {one.sequences} x {one.length} tokens",
         ),
-        Tile(
-            "Layers", f"{(above_L > 0).sum()} of {one.layers}", f"have such heads; most: {', '.join(shown) or 'none'}"
-        ),
+        Tile("Layers", f"{(above_L > 0).sum()} of {one.layers}", f"have such heads{most}"),
         Tile("Sink on", token, about),
         streams,
     ]
