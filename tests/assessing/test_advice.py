@@ -61,7 +61,7 @@ def test_a_larger_tolerance_never_raises_the_number() -> None:
         assert numbers == sorted(numbers, key=lambda n: -(n or 0))
 
 
-def test_errors_above_the_tolerance_leave_the_number_undecided_unless_the_gap_is_clear() -> None:
+def test_the_number_is_undecided_unless_the_gap_is_two_standard_errors_from_the_tolerance() -> None:
     n, decision = first_tokens(streaming({0: 0.02, 4: 0.0}, error=0.02), 0.01)
     assert (n, decision.answer) == (None, UNDECIDED)
     assert first_tokens(streaming({0: 1.5, 4: 0.0}, error=0.02), 0.01)[0] == 4

@@ -127,6 +127,7 @@ def test_a_run_is_measured_by_its_directory_and_not_in_memory(tmp_path: Path) ->
         ({"tokens": [[1, 2]], "text": "stdlib"}, "not both"),
         ({"attention_mask": [[1, 1]]}, "attention_mask"),
         ({"text": "there/is/none.txt"}, "none.txt"),
+        ({"text": "红猫" * 200}, "documents as a list"),
         ({"text": "red cat " * 50}, r"no text at 'red cat .*documents as a list, such as text=\[..\]"),
         ({"tokenizer": "gpt2"}, "tokenizer of transformers"),
     ],

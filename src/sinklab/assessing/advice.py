@@ -12,8 +12,8 @@ Every decision compares losses on the same text with a tolerance in nats per tok
     KV heads         the same for a single KV head in 2 bits (`kv_cache`)
     activations      static int8 scales if they add at most the tolerance more than a scale per token (`quantisation`)
 
-First tokens and BOS are `undecided` where `is_undecided` is True of a loss that they rest on. Formats for which it is
-True are named and not chosen. The other decisions have no such check.
+First tokens and BOS are `undecided` where a loss that they rest on is (`judged`). Undecided formats are named and not
+chosen. The other decisions have no such check.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from typing import cast
 from torch import Tensor
 
 from sinklab.assessing.assess_model import Assessment, assess, open_separable, text_or_default
-from sinklab.assessing.part import AssessText, is_undecided
+from sinklab.assessing.part import SAFE, UNDECIDED, AssessText, judged
 from sinklab.assessing.parts.bos import Bos
 from sinklab.assessing.parts.kv_cache import KVCache
 from sinklab.assessing.parts.kv_formats import BY_LAYER, FORMATS, KVFormats, StoredFormat
@@ -41,7 +41,6 @@ from sinklab.schema import VersionedDocument
 ADVICE = "advice.txt"
 PARTS = ("streaming", "quantisation", "kv_cache", "kv_formats", "bos")
 KEPT = (0, 1, 2, 4, 8, 16)
-UNDECIDED = "undecided"
 PREFIXES = 4  # maximum number of tokens named for a prefix
 PER_TOKEN = "int8 per token"
 READ = "vLLM 0.25, SGLang and llama.cpp as documented in November 2026, kvpress 0.5"
@@ -185,7 +184,7 @@ def first_tokens(streaming: Streaming, tolerance: float) -> tuple[int | None, De
     }
     n = next(n for n in counts if all(gap <= tolerance for gap, _ in gaps[n]))
     tried = [pair for k in counts if k <= n for pair in gaps[k]]
-    unclear = any(is_undecided(gap, error, tolerance) for gap, error in tried)
+    unclear = any(judged(gap, error, tolerance) == UNDECIDED for gap, error in tried)
     listed = ", ".join(f"{k}: {max(gap for gap, _ in gaps[k]):+.3f}" for k in counts if k != most)
     evidence = (
         f"loss (nats per token) above that with {most} kept, by tokens kept: {listed} (largest of the caches, "
@@ -202,7 +201,7 @@ def _bos(bos: Bos, tolerance: float, default_bos: bool) -> Decision:
     lost = bos.unchanged.loss - bos.with_bos.loss
     is_there = "the tokenizer adds it" if default_bos else "the tokenizer does not add it"
     evidence = f"without it the same tokens cost {lost:+.3f} nats{_error(bos.with_bos)}; {is_there}"
-    if is_undecided(lost, bos.with_bos.error, tolerance):
+    if judged(lost, bos.with_bos.error, tolerance) == UNDECIDED:
         return Decision("BOS", UNDECIDED, f"{evidence}; pass more text")
     needed = "must be there" if lost > tolerance else "may be left out" if lost > -tolerance else "must not be added"
     return Decision("BOS", needed, evidence)
@@ -228,11 +227,10 @@ def chosen_format(
     undecided = list[str]()
     known = [(_bits(one, part), getattr(one, part), one.name) for one in formats.formats if one.name in among]
     for _, effect, name in sorted(known, key=lambda one: (one[0], one[1].loss)):
-        added = effect.loss - formats.unchanged.loss
-        if is_undecided(added, effect.error, tolerance):
-            undecided.append(name)
-        elif added <= tolerance:
+        verdict = judged(effect.loss - formats.unchanged.loss, effect.error, tolerance)
+        if verdict == SAFE:
             return name, undecided
+        undecided += [name] if verdict == UNDECIDED else []
     return None, undecided
 
 

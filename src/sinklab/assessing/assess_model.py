@@ -14,7 +14,7 @@ from pydantic import Field, SerializeAsAny, SerializerFunctionWrapHandler, model
 from torch import Tensor
 
 from sinklab import render_text
-from sinklab.assessing.part import AssessPart, AssessText, GivenTokens, PartRow, is_undecided
+from sinklab.assessing.part import NOT_SAFE, SAFE, UNDECIDED, AssessPart, AssessText, GivenTokens, PartRow, judged
 from sinklab.assessing.parts import IN_QUICK, PARTS, USUAL, PartName, known_part
 from sinklab.assessing.reading import PartInput
 from sinklab.assessing.settings import TOLERANCE, AssessOptions, AssessSettings, settings_for
@@ -35,7 +35,6 @@ LOSSES = ((1.0, "A very large loss"), (0.1, "A large loss"), (0.01, "A small los
 """Lower bounds of the added loss in nats per token, each with its wording in the summary (docs/assess.md)."""
 
 OnePart = TypeVar("OnePart", bound=AssessPart)
-SAFE, UNDECIDED, NOT_SAFE = "safe", "undecided", "not safe"
 
 
 @dataclass(frozen=True)
@@ -133,8 +132,7 @@ class Assessment(VersionedDocument):
             for row in part.rows() if part.setting else ():
                 if row.answer and row.effect is not None and row.added is not None:
                     error = row.effect.error
-                    verdict = SAFE if row.added <= self.tolerance else NOT_SAFE
-                    verdict = UNDECIDED if is_undecided(row.added, error, self.tolerance) else verdict
+                    verdict = judged(row.added, error, self.tolerance)
                     found.append(JudgedSetting(part.setting, row.answer, row.added, error, row.size, verdict))
         return found
 

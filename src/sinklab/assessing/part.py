@@ -310,9 +310,14 @@ class AssessPart(ReadDocument, ABC):
         return {"series": series, "x": x, "loss": effect.loss, "kl": effect.kl, "y": y}
 
 
-def is_undecided(added: float, error: float | None, tolerance: float) -> bool:
-    """Return whether an added loss differs from the tolerance by less than two of its standard errors."""
-    return error is not None and abs(added - tolerance) < 2 * error
+SAFE, UNDECIDED, NOT_SAFE = "safe", "undecided", "not safe"
+
+
+def judged(added: float, error: float | None, tolerance: float) -> str:
+    """Return "undecided" if an added loss is within two standard errors of the tolerance, else "safe" or "not safe"."""
+    if error is not None and abs(added - tolerance) < 2 * error:
+        return UNDECIDED
+    return SAFE if added <= tolerance else NOT_SAFE
 
 
 def several(count: int, noun: str) -> str:

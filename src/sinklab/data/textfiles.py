@@ -354,7 +354,7 @@ def named_text(text: str | Path | Sequence[Any], folder: str) -> Path:
     Raises:
         InputError: if `text` is a document and not a list of documents.
     """
-    if isinstance(text, str) and any(map(str.isspace, text)) and not os.path.exists(text):
+    if isinstance(text, str) and (len(text) > 255 or any(map(str.isspace, text))) and not os.path.exists(text):
         raise InputError(f"no text at {text[:40]!r}: pass documents as a list, such as text=[..]")
     if isinstance(text, str | Path):
         return Path(text)

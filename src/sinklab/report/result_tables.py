@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from sinklab.assessing.assess_model import SAFE, Assessment, JudgedSetting
+from sinklab.assessing.assess_model import Assessment, JudgedSetting
+from sinklab.assessing.part import SAFE
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.statistics.details import Details
 from sinklab.measuring.statistics.secondary import FIRST_FEW, SecondarySink, first_of_each
