@@ -47,12 +47,11 @@ def queued(state: str = "PENDING,RUNNING") -> set[str]:
     )
 
 
-def wait_until_none_is_queued() -> None:
-    """A job ends some moments after it has saved its result."""
-    end = time.monotonic() + 60
-    while queued():
-        assert time.monotonic() < end, queued()
-        time.sleep(0.2)
+def wait_until_ended(jobs: list[str]) -> None:
+    """Wait for a job that depends on these; they end some moments after they have saved their results."""
+    after = ["sbatch", "--wait", "--output=/dev/null", f"--dependency=afterany:{':'.join(jobs)}", "--wrap=true"]
+    subprocess.run(after, check=True, timeout=60)
+    assert not queued()
 
 
 def job_of(folder: Path, run: PlannedRun) -> str:
@@ -143,7 +142,7 @@ def test_jobs_outlive_a_call_and_are_found_and_stopped_and_continued_by_later_on
     second.stop()
     ended = hear(second, lambda heard: sum(event.is_last for event in heard) == len(runs))
     assert {event.kind for event in ended if event.is_last} == {"stopped"}
-    wait_until_none_is_queued()
+    wait_until_ended(jobs)
 
     logged = [run for run in runs if (folder / f"{run.hash}.log").exists()]
     begun = [run for run in logged if Diary(folder, run).begun_at and Diary(folder, run).stopped_at]
@@ -165,7 +164,7 @@ def test_a_job_that_somebody_cancels_has_failed_and_does_not_come_back(cluster: 
     ended = hear(engine, lambda heard: any(event.is_last for event in heard))[-1]
     assert ended.kind == "failed"
     assert f"job {job_of(folder, run)} ended without a result" in ended.message
-    wait_until_none_is_queued()
+    wait_until_ended([job_of(folder, run)])
     assert len(Diary(folder, run).stopped_at) == 1
 
 
