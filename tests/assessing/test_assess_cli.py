@@ -55,7 +55,7 @@ def test_the_recommended_settings_are_printed_in_few_lines_and_everything_on_req
     status, printed, _ = run(*call)
     assert status == 0
     out = " ".join(printed.split())
-    assert re.search(r" without the sink: [+-]\d\.\d{3} nats per token in streaming through 8 keys\.", out)
+    assert re.search(r" without the sink: [+-]\d\.\d{3} ± \d\.\d{3} nats per token in streaming through 8 keys\.", out)
     assert out.index("cache of 8 keys") < out.index(" without the sink:")
     assert not {"quantisation", "What do heads", "first 2 kept"} & set(out.split())
     assert len(printed.splitlines()) <= 15
@@ -105,12 +105,16 @@ def test_a_page_is_written_and_the_tolerance_can_change_without_a_new_assessment
 
 
 def test_the_answer_has_the_loss_without_the_sink_then_the_loss_that_it_causes() -> None:
-    found = Assessment.model_validate(assessment("model", 0.05))
+    document = assessment("model", 0.05)
+    next(one for one in document["streaming"]["caches"] if not one["first"])["gap_error"] = 0.0404
+    document["key_ablations"]["keys"][0]["hidden"]["error"] = 0.3
+    next(one for one in document["quantisation"]["settings"] if "static" in one["name"])["due_error"] = 0.012
+    found = Assessment.model_validate(document)
     assert found.answer() == [
-        "A large loss without the sink: +0.050 nats per token in streaming through 16 keys, +0.200 with the first key "
-        "hidden, +0.000 with its attention spread over the other keys.",
-        "The sink itself costs +0.038 nats per token in static int8, +0.025 with a cache in 2 bits, recent tokens "
-        "included, +0.025 with chunks cached apart.",
+        "A large loss without the sink: +0.050 ± 0.040 nats per token in streaming through 16 keys, +0.200 ± 0.300 "
+        "with the first key hidden, +0.000 with its attention spread over the other keys.",
+        "The sink itself costs +0.038 ± 0.012 nats per token in static int8, +0.025 with a cache in 2 bits, recent "
+        "tokens included, +0.025 with chunks cached apart.",
     ]
     small = Assessment.model_validate(assessment("model", 0.002)).answer()[0]
     assert small.startswith("Hardly any loss without the sink: ")

@@ -11,7 +11,7 @@ from families import GROUPED
 
 from sinklab.assessing import reading
 from sinklab.assessing.parts.streaming import LossByLength, RollingCache, Streaming
-from sinklab.assessing.reading import ByPosition, PairedReader, Passes, SinkCost, changed_attention
+from sinklab.assessing.reading import ByPosition, PairedReader, Passes, changed_attention
 from sinklab.attention.layer_call import LayerCall
 from sinklab.errors import SinklabError
 from sinklab.models.adapter import Adapter
@@ -161,8 +161,3 @@ def test_a_change_that_computes_nan_is_an_error() -> None:
 
     with pytest.raises(SinklabError, match="NaN"):
         PairedReader(small(), some_tokens()).under(broken).effect()
-
-
-def test_the_summary_has_the_standard_error_of_the_cost_of_the_sink() -> None:
-    assert SinkCost(due_to_sink=0.004, due_error=0.0404).spread == " (± 0.040)"
-    assert SinkCost(due_to_sink=0.004).spread == ""

@@ -61,7 +61,7 @@ def test_an_assessment_begins_with_the_recommendation_and_folds_every_change(tmp
     ]
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
-    assert '<th scope="rowgroup" colspan="2">Can the model stream without the sink?</th>' in html
+    assert '<th scope="rowgroup" colspan="3">Can the model stream without the sink?</th>' in html
     assert '<th scope="rowgroup" colspan="4">KV cache</th>' in html
     assert html.index('id="streaming-0"') < html.index('id="assessment-0"')
     assert re.search(r'<details>\s*<summary><h2 id="assessment-0">', html)

@@ -131,9 +131,8 @@ class Assessment(VersionedDocument):
         for part in sorted(self.results.values(), key=lambda part: part.name != "kv_cache"):
             for row in part.rows() if part.setting else ():
                 if row.answer and row.effect is not None and row.added is not None:
-                    error = row.effect.error
-                    verdict = judged(row.added, error, self.tolerance)
-                    found.append(JudgedSetting(part.setting, row.answer, row.added, error, row.size, verdict))
+                    verdict = judged(row.added, row.error, self.tolerance)
+                    found.append(JudgedSetting(part.setting, row.answer, row.added, row.error, row.size, verdict))
         return found
 
     def recommended(self) -> list[JudgedSetting]:
@@ -177,12 +176,12 @@ class Assessment(VersionedDocument):
         If the loss without the sink was not assessed, the first sentence says how to assess it.
         """
         answers = [one for _, one in self.answers()]
-        lost = [(one.added, one.lost) for one in answers if one.lost and one.added is not None]
-        gained = [(one.added, one.gained) for one in answers if one.gained and one.added is not None]
+        lost = [(one.added, one.error, one.lost) for one in answers if one.lost and one.added is not None]
+        gained = [(one.added, one.error, one.gained) for one in answers if one.gained and one.added is not None]
         parts = ", or ".join(part.loss_without_sink for part in PARTS.values() if part.loss_without_sink)
         sentences = [f"The loss without the sink was not assessed: pass --parts {parts}."]
         if lost:
-            most = max(added for added, _ in lost)
+            most = max(added for added, _, _ in lost)
             size = next((words for least, words in LOSSES if most >= least), "Hardly any loss")
             sentences = [f"{size} without the sink: {_nats(lost)}."]
         return [*sentences, *([f"The sink itself costs {_nats(gained)}."] if gained else [])]
@@ -211,9 +210,11 @@ class Assessment(VersionedDocument):
         return self.asked.get(HELD_OUT) is True
 
 
-def _nats(found: Sequence[tuple[float, str]]) -> str:
-    """Format added losses, for example `+0.095 nats per token with the first key hidden, +0.082 in streaming`."""
-    first, *others = (f"{added:+.3f}{{}} {words}" for added, words in found)
+def _nats(found: Sequence[tuple[float, float | None, str]]) -> str:
+    """Format added losses, for example `+0.095 ± 0.012 nats per token in streaming, +0.082 without the first key`."""
+    first, *others = (
+        f"{added:+.3f}{'' if error is None else f' ± {error:.3f}'}{{}} {words}" for added, error, words in found
+    )
     return ", ".join([first.format(" nats per token"), *(one.format("") for one in others)])
 
 

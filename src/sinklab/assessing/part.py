@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from sinklab.assessing.reading import Effect, PartInput
+from sinklab.assessing.reading import Effect, PartInput, SinkCost
 from sinklab.assessing.settings import AssessSettings
 from sinklab.data.corpora import documents
 from sinklab.data.textfiles import ChatText, ReadCounts, expanded, notes_on_folder
@@ -148,6 +148,7 @@ class PartRow:
         added: loss minus that of the unchanged model on the same targets, or another difference of losses; None for an
             answer without a loss.
         more: remark shown at the end of the row; empty for none.
+        error: standard error of `added` over the text in nats per token; None if it is not known.
         answer: description of the row in the table of answers to the parts' questions; empty if it is not an answer.
         lost: wording in the summary if `added` is the loss without the sink, such as "with the first key hidden".
         gained: wording in the summary if `added` is the cost of the sink, such as "in static int8".
@@ -160,6 +161,7 @@ class PartRow:
     effect: Effect | None
     added: float | None
     more: str = ""
+    error: float | None = None
     answer: str = ""
     lost: str = ""
     gained: str = ""
@@ -294,7 +296,11 @@ class AssessPart(ReadDocument, ABC):
 
     def row(self, what: str, effect: Effect, more: str = "", **fields: Any) -> PartRow:
         """Return the row of an intervention; `fields` are further fields of `PartRow`."""
-        return PartRow(what, effect, self.added(effect), more, **fields)
+        return PartRow(what, effect, self.added(effect), more, effect.error, **fields)
+
+    def cost_row(self, cost: SinkCost, answer: str, number: str, gained: str = "") -> PartRow:
+        """Return the row of the loss that is due to the sink; the other arguments are fields of `PartRow`."""
+        return PartRow("", None, cost.due_to_sink, "", cost.due_error, answer, gained=gained, numbers=[number])
 
     def added(self, effect: Effect) -> float:
         """Return the loss under an intervention minus the loss of the unchanged model, in nats per token."""

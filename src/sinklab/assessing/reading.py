@@ -100,11 +100,6 @@ class SinkCost(ReadDocument):
     draws: Omitted[list[float]] = None
 
     @property
-    def spread(self) -> str:
-        """Standard error of `due_to_sink` in brackets for the summary, such as ` (± 0.071)`; empty without one."""
-        return "" if self.due_error is None else f" (± {self.due_error:.3f})"
-
-    @property
     def due_said(self) -> str:
         """Remark for a row of the table, such as `due to the sink +0.2607 ± 0.0709, draws +0.2308 to +0.2849`."""
         text = f"due to the sink {self.due_to_sink:+.4f}"

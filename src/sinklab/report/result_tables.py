@@ -378,6 +378,9 @@ def secondary_table(measured: Labelled, shown: int | None = None) -> Table | Non
     return Table(title, heads, rows)
 
 
+ERROR = TableColumn("Error", "± standard", ".3f")
+
+
 def settings_table(document: Assessment, settings: Sequence[JudgedSetting], key: str = "", of: str = "") -> Table:
     """Make a table of settings with their added losses and verdicts, by kind.
 
@@ -385,8 +388,7 @@ def settings_table(document: Assessment, settings: Sequence[JudgedSetting], key:
         key: anchor of the table in the page.
         of: appended to the title.
     """
-    columns = [*names("Kind", "Setting"), TableColumn("Loss added", "nats / token", "+.3f")]
-    columns += [TableColumn("Error", "± standard", ".3f"), *names("Verdict")]
+    columns = [*names("Kind", "Setting"), TableColumn("Loss added", "nats / token", "+.3f"), ERROR, *names("Verdict")]
     rows: list[list[Value]] = []
     before = None
     for one in settings:
@@ -403,7 +405,7 @@ def answers_table(document: Assessment, key: str = "", of: str = "") -> Table:
         key: anchor of the table in the page.
         of: appended to the title.
     """
-    columns = [*names("Question", "Change"), TableColumn("Loss added", "nats / token", "+.4f")]
+    columns = [*names("Question", "Change"), TableColumn("Loss added", "nats / token", "+.4f"), ERROR]
     rows: list[list[Value]] = []
     before = None
     settings = {(one.kind, one.name) for one in document.settings()}
@@ -411,7 +413,7 @@ def answers_table(document: Assessment, key: str = "", of: str = "") -> Table:
     for question, one in document.answers():
         if (kinds[question], one.answer) in settings:
             continue
-        rows.append([question if question != before else "", one.answer, one.added])
+        rows.append([question if question != before else "", one.answer, one.added, one.error])
         before = question
     return Table(f"Loss without the sink, and its cost{of}", columns, rows, _remarks(document), key)
 

@@ -119,8 +119,8 @@ class Chunks(AssessPart):
             answer = f"{one.method}, {self.chunks} chunks of {self.prompt // self.chunks:,} tokens"
             names = ["chunks_apart_added"] if one is self.methods[0] else []
             yield self.row(one.method, one, answer=answer, numbers=names, points=[("added loss", one.method)])
-        answer, words = "due to the sinks of the chunks", f"with chunks cached apart{self.sinks.spread}"
-        yield PartRow("", None, self.sinks.due_to_sink, answer=answer, gained=words, numbers=["chunks_due_to_sink"])
+        answer, words = "due to the sinks of the chunks", "with chunks cached apart"
+        yield self.cost_row(self.sinks, answer, "chunks_due_to_sink", gained=words)
 
     def remark(self) -> str:
         return f"chunks: of the loss with chunks cached apart, {self.sinks.due_said}"

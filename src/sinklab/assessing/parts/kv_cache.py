@@ -268,9 +268,8 @@ class KVCache(AssessPart):
                     yield self.row(what, effect, "" if positions is None else named_positions(positions), points=points)
             if one.bits == fewest:
                 recent = f"{self.residual} recent tokens not rounded" if self.residual else "recent tokens included"
-                answer = f"part of the loss in {bits} due to the sink"
-                words = f"with a cache in {bits}{one.spread}, {recent}"
-                yield PartRow("", None, one.due_to_sink, answer=answer, gained=words, numbers=["cache_due_to_sink"])
+                answer, words = f"part of the loss in {bits} due to the sink", f"with a cache in {bits}, {recent}"
+                yield self.cost_row(one, answer, "cache_due_to_sink", gained=words)
         if self.without_exempt is None or self.without_random is None:
             return
         count, heads = len(self.exempt), f"KV head{'s' * (len(self.exempt) > 1)}"

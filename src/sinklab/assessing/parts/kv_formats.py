@@ -316,8 +316,7 @@ class KVFormats(AssessPart):
             yield self.row(f"{one.name}, values only", one.values)
             yield self.row(f"{one.name}, first {self.spared} in full precision", one.without_sink)
             if q4_0:
-                answer = "part of the loss in q4_0 due to the sink"
-                yield PartRow("", None, one.due_to_sink, answer=answer, numbers=["cache_q4_due_to_sink"])
+                yield self.cost_row(one, "part of the loss in q4_0 due to the sink", "cache_q4_due_to_sink")
         for one in self.layers:
             series = (f"{one.name}", f"{one.name}, first {self.spared} exact")
             more = f"KL {one.everything.kl:.2e}, {one.share:.0%} of it due to the sink; {one.due_said}"

@@ -226,8 +226,8 @@ class Quantisation(AssessPart):
             bits = sum(16 if bits is None else int(bits[0]) for bits in found)
             yield self.row(one.name, one.everything, one.due_said, answer=one.name, numbers=numbers, size=bits)
             if static:
-                answer, words = "part of this loss due to the sink", f"in static int8{one.spread}"
-                yield PartRow("", None, one.due_to_sink, answer=answer, gained=words, numbers=["int8_due_to_sink"])
+                answer, words = "part of this loss due to the sink", "in static int8"
+                yield self.cost_row(one, answer, "int8_due_to_sink", gained=words)
 
     def figure(self) -> PartFigure:
         points = [

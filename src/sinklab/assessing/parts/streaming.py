@@ -136,7 +136,8 @@ class Streaming(AssessPart):
             lost = f"in streaming through {size:,} keys"
             if max(fewest.loss, most.loss) < self.unchanged.loss:
                 lost += " (with and without it, the loss is below the unchanged model's)"
-            yield PartRow("", None, fewest.loss - most.loss, answer="difference between the two", lost=lost)
+            gap, answer = fewest.loss - most.loss, "difference between the two"
+            yield PartRow("", None, gap, error=fewest.gap_error, answer=answer, lost=lost)
 
     def values(self) -> Iterator[tuple[str, float]]:
         """Iterate over the values of the rows, and `streamed_loss_N` and `streamed_gap_N` of the largest cache.
@@ -290,7 +291,7 @@ class LossByLength(AssessPart):
         for one in self.buckets:
             beyond, added = one.start > self.context, one.whole.loss - one.within.loss
             within = f"within the context {one.within.loss:.4f}" if beyond else ""
-            row = PartRow(f"positions {one.positions}", one.whole, added, within)
+            row = PartRow(f"positions {one.positions}", one.whole, added, within, one.whole.error)
             if beyond and one is self.buckets[-1]:
                 row = replace(row, answer=f"{row.what}, whole sequences", numbers=["beyond_context_added"])
             yield row
