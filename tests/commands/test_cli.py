@@ -219,6 +219,12 @@ def test_lab_trains_six_models_and_judges_them(run: Run, text: Path, tmp_path: P
     assert ".;" not in re.sub(r"<script.*?</script>|<style.*?</style>", "", page, flags=re.DOTALL)
 
 
+def test_the_end_of_training_says_if_importance_is_of_proxy_scores(run: Run, text: Path) -> None:
+    for kind, weights in (("softmax", "attention"), ("sigmoid", "proxy scores")):
+        _, out, _ = run("train", "tiny", *settings(text, f"model.attention.operation.kind={kind}"), "--out", kind)
+        assert f"over 0.3 of their {weights}" in " ".join(out.split())
+
+
 def test_prepared_data_can_be_trained_on_and_the_end_says_how_to_compare(run: Run, text: Path, tmp_path: Path) -> None:
     status, out, err = run("data", "prepare", text, "--tokenizer", "train:300", "--out", "tokens")
     assert status == 0, err

@@ -280,9 +280,10 @@ def print_end(directory: Path, recipe: "Recipe", console: Console) -> None:
         shown = numbers_of(last.model_dump())
         if last.largest_norm_ratio is not None:
             shown["largest norm"] = f"{last.largest_norm_ratio:.1f} x"
+        weights = "attention" if recipe.model.attention.operation.sums_to_one else "proxy scores"
         says = {
             "loss": "nats (-log p) per token of validation text",
-            "Sink_1": f"of heads give it over {recipe.metric.eps:g} of their attention",
+            "Sink_1": f"of heads give it over {recipe.metric.eps:g} of their {weights}",
             "bias": "of heads give the bias or sink token as much",
             "largest norm": "the mean of the others, largest over blocks",
         }

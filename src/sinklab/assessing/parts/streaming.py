@@ -136,8 +136,7 @@ class Streaming(AssessPart):
             lost = f"in streaming through {size:,} keys"
             if max(fewest.loss, most.loss) < self.unchanged.loss:
                 lost += " (with and without it, the loss is below the unchanged model's)"
-            gap, answer = fewest.loss - most.loss, "difference between the two"
-            yield PartRow("", None, gap, error=fewest.gap_error, answer=answer, lost=lost)
+            yield PartRow("", None, fewest.loss - most.loss, "", fewest.gap_error, "difference between the two", lost)
 
     def values(self) -> Iterator[tuple[str, float]]:
         """Iterate over the values of the rows, and `streamed_loss_N` and `streamed_gap_N` of the largest cache.
