@@ -125,10 +125,15 @@ def _span(values: list[float], form: str) -> str | None:
     return low if low == high else f"{middle} [{low}, {high}]"
 
 
+def losses_of(cell: CellSummary) -> dict[int, float]:
+    """Return the validation loss of a cell by seed."""
+    return {run.seed: value for run, value in cell.by_seed("valid_loss") if run.seed is not None}
+
+
 def base_losses(summary: Summary) -> dict[int, float]:
     """Return the validation loss of the unchanged recipe by seed."""
     unchanged = [cell for cell in summary.cells.values() if not cell.change]
-    return {run.seed: value for cell in unchanged for run, value in cell.by_seed("valid_loss") if run.seed is not None}
+    return {seed: value for cell in unchanged for seed, value in losses_of(cell).items()}
 
 
 def group_of(cell: CellSummary) -> str | None:
@@ -148,7 +153,7 @@ def effects(summaries: list[Summary]) -> Iterator[tuple[str, Effect]]:
         for cell in sorted(summary.cells.values(), key=lambda one: -one.count("done")):
             heading = group_of(cell)
             change = tuple(sorted(cell.change.items(), key=lambda one: (not one[0].endswith("kind"), one[0])))
-            losses = {run.seed: value for run, value in cell.by_seed("valid_loss") if run.seed is not None}
+            losses = losses_of(cell)
             if heading is None or len(losses) < FEWEST or str(change) in shown:
                 continue
             shown.add(str(change))
@@ -179,15 +184,19 @@ def saved_costs() -> dict[str, Any]:
     return parse_json((RESULTS / "cells.json").read_text("utf-8"))
 
 
-def laptop_rows(root: Path) -> Iterator[tuple[str, list[str | None]]]:
-    """Yield name and row of each cell at the scale laptop: rates, norm ratio, added loss, parameters and step time."""
+def laptop_rows(root: Path, seeds: set[int] | None = None) -> Iterator[tuple[str, list[str | None]]]:
+    """Yield name and row of each cell at the scale laptop: rates, norm ratio, added loss, parameters and step time.
+
+    Only runs of `seeds` are included; None for all.
+    """
     summary, costs = summary_in(root / LAPTOP), saved_costs()["cells"]
     base = base_losses(summary)
     for name, cell in summary.cells.items():
-        losses = {run.seed: value for run, value in cell.by_seed("valid_loss") if run.seed is not None}
+        losses = {seed: value for seed, value in losses_of(cell).items() if seeds is None or seed in seeds}
         if len(losses) < FEWEST:
             continue
-        values = [[value for _, value in cell.by_seed(of)] for of in ("sink_1", "sink_bias", "norm_ratio_last")]
+        rates = ("sink_1", "sink_bias", "norm_ratio_last")
+        values = [[value for run, value in cell.by_seed(of) if run.seed in losses] for of in rates]
         added = [value - base[seed] for seed, value in losses.items() if seed in base] if cell.change else []
         cost = costs.get(name) if cell.change else None
         yield (
@@ -213,17 +222,21 @@ def laptop_table(root: Path) -> Table:
 
 
 def short_table(root: Path = ROOT) -> str:
-    """Return the short Markdown table: Sink_1 and the cost of the cells in `IN_README`, medians over seeds."""
-    summary, rows = summary_in(root / LAPTOP), dict(laptop_rows(root))
-    found = []
+    """Return the short Markdown table: Sink_1 and the cost of the cells in `IN_README`, at the seeds that all have."""
+    cells = summary_in(root / LAPTOP).cells
+    seeds = set.intersection(*(set(losses_of(cells[cell])) for cell in IN_README))
+    rows, found = dict(laptop_rows(root, seeds)), []
     for cell, label in IN_README.items():
-        on_bias = [value for _, value in summary.cells[cell].by_seed("sink_bias")]
-        sink = f"{median(value for _, value in summary.cells[cell].by_seed('sink_1')):.0f} %"
-        more = f", {median(on_bias):.0f} % on it" if on_bias else ""
-        loss, _, step = ((one or "").split(" [")[0] or None for one in rows[cell][4:7])
-        found.append([label, sink + more, loss, step])
+        sink, on_bias, _, loss, _, step = rows[cell][1:7]
+        more = f", {_rounded(on_bias)} on it" if on_bias else ""
+        found.append([label, _rounded(sink or "") + more, loss, step])
     columns = [*names("attention"), *numbers("", "heads with a sink", "added loss, nats", "step time")]
     return markdown(Table("", columns, found))
+
+
+def _rounded(span: str) -> str:
+    """Return the median of a span in whole percent."""
+    return f"{float(span.split(' [')[0]):.0f} %"
 
 
 def readme_with(text: str) -> str:
