@@ -227,16 +227,14 @@ def short_table(root: Path = ROOT) -> str:
     seeds = set.intersection(*(set(losses_of(cells[cell])) for cell in IN_README))
     rows, found = dict(laptop_rows(root, seeds)), []
     for cell, label in IN_README.items():
-        sink, on_bias, _, loss, _, step = rows[cell][1:7]
-        more = f", {_rounded(on_bias)} on it" if on_bias else ""
-        found.append([label, _rounded(sink or "") + more, loss, step])
+        first, on_bias = (
+            [value for run, value in cells[cell].by_seed(of) if run.seed in seeds] for of in ("sink_1", "sink_bias")
+        )
+        more = f", {median(on_bias):.0f} % on it" if on_bias else ""
+        loss, _, step = rows[cell][4:7]
+        found.append([label, f"{median(first):.0f} %{more}", loss, step])
     columns = [*names("attention"), *numbers("", "heads with a sink", "added loss, nats", "step time")]
     return markdown(Table("", columns, found))
-
-
-def _rounded(span: str) -> str:
-    """Return the median of a span in whole percent."""
-    return f"{float(span.split(' [')[0]):.0f} %"
 
 
 def readme_with(text: str) -> str:
