@@ -3,8 +3,7 @@
     python -m benchmarks.committed results/archive/tiny
 
 Writes `src/sinklab/experiments/committed.json`, which is part of the package; other scales in the file are kept. Also
-writes two tables in results/archive/README.md: the verdicts on the paper's statements at each scale that has committed
-verdicts, and the number of confirmatory claims by subject and verdict.
+writes the table of confirmatory claims by scale, subject and verdict in results/archive/README.md.
 """
 
 import argparse
@@ -14,7 +13,6 @@ from pathlib import Path
 
 from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import JUDGED, SUMMARY, VERDICTS, Summary, counts_by_subject
-from sinklab.experiments.paper import statements
 from sinklab.experiments.verdicts import wording as five_seeds
 from sinklab.experiments.verdicts.wording import CommittedVerdict, shipped_verdicts
 from sinklab.files import parse_json, write_json
@@ -43,17 +41,6 @@ def summary_in(results: Path) -> Summary:
     return Summary.model_validate(parse_json((results / SUMMARY).read_text(encoding="utf-8")))
 
 
-def statement_table(summaries: Sequence[Summary]) -> str:
-    """Return a Markdown table of the paper's twenty statements, with counts of claims by verdict for each summary."""
-    rows = []
-    for place, statement in enumerate(statements(), 1):
-        verdicts = [Counter(claim.verdict for claim in one.claims_named(statement.claims)) for one in summaries]
-        cells = [", ".join(f"{count} {verdict}" for verdict, count in found.items()) or "–" for found in verdicts]
-        rows.append((str(place), statement.says, statement.paper, *cells))
-    columns = names("", "statement", "the paper (% of heads)", *(f"claims at {one.scale}" for one in summaries))
-    return markdown(Table("", columns, rows))
-
-
 def count_table(summaries: Sequence[Summary]) -> str:
     """Return a Markdown table of confirmatory claims by verdict, with a row per scale and one per subject."""
     counts = [Counter(summary.counts["confirmatory"]) for summary in summaries]
@@ -71,10 +58,9 @@ def count_table(summaries: Sequence[Summary]) -> str:
 
 
 def page_with(text: str, summaries: Sequence[Summary]) -> str:
-    """Return the text of the page with its tables of statements and of counts replaced."""
+    """Return the text of the page with its table of counts replaced."""
     before, rest = text.split(BEGIN)
-    tables = f"{statement_table(summaries)}\n\n{count_table(summaries)}"
-    return f"{before}{BEGIN}{tables}{END}{rest.split(END, 1)[1]}"
+    return f"{before}{BEGIN}{count_table(summaries)}{END}{rest.split(END, 1)[1]}"
 
 
 def committed_summaries() -> list[Summary]:
@@ -95,7 +81,7 @@ def main() -> None:
     scales = {**before.scales, summary.scale: found}
     write_json(PATH, before.model_copy(update={"scales": scales}).model_dump(by_alias=True))
     PAGE.write_text(page_with(PAGE.read_text("utf-8"), committed_summaries()), "utf-8")
-    print(f"{len(found)} verdicts at {summary.scale}: in {PATH}; statements: in {PAGE}")
+    print(f"{len(found)} verdicts at {summary.scale}: in {PATH}; counts: in {PAGE}")
 
 
 if __name__ == "__main__":
