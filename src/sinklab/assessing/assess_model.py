@@ -212,10 +212,10 @@ class Assessment(VersionedDocument):
 
 def _nats(found: Sequence[tuple[float, float | None, str]]) -> str:
     """Format added losses, for example `+0.095 ± 0.012 nats per token in streaming, +0.082 without the first key`."""
-    first, *others = (
-        f"{added:+.3f}{'' if error is None else f' ± {error:.3f}'}{{}} {words}" for added, error, words in found
+    return ", ".join(
+        f"{added:+.3f}{'' if error is None else f' ± {error:.3f}'}{'' if place else ' nats per token'} {words}"
+        for place, (added, error, words) in enumerate(found)
     )
-    return ", ".join([first.format(" nats per token"), *(one.format("") for one in others)])
 
 
 def load_assessment(path: Path) -> Assessment:

@@ -70,6 +70,7 @@ def parse_maps(given: Any) -> tuple[tuple[int, ...], ...]:
         InputError: if a text is not LAYER.HEAD with 1-based numbers, or another value is not a sequence of integers.
     """
     maps = []
+    one = given
     try:
         for one in given:
             pair: Any = one
@@ -79,7 +80,7 @@ def parse_maps(given: Any) -> tuple[tuple[int, ...], ...]:
             maps.append(tuple(map(index, pair)))
     except TypeError:
         raise InputError(
-            f"--map {given!r}: expected LAYER.HEAD, both counted from 1, such as 3.1, or pairs such as (3, 1)"
+            f"--map {one}: expected LAYER.HEAD, both counted from 1, such as 3.1, or pairs such as (3, 1)"
         ) from None
     return tuple(maps)
 
