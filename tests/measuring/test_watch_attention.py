@@ -1,5 +1,6 @@
 """Attention of modules that users write is measured as that of the same model in transformers."""
 
+import inspect
 import math
 import re
 from collections.abc import Callable
@@ -154,6 +155,34 @@ def test_a_llama_of_transformers_is_watched_as_any_module() -> None:
     with sinklab.watch_attention(model) as watch:
         model(TOKENS, use_cache=False)
     np.testing.assert_allclose(watch.measurement().importance, expected.importance, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_direct_call_of_forward_is_watched_too() -> None:  # as run_with_hooks of TransformerLens does
+    model = nano_gpt(fused)
+    with sinklab.watch_attention(model) as watch:
+        assert list(inspect.signature(model.forward).parameters) == ["idx"]
+        assert torch.equal(model.forward(TOKENS), nano_gpt(fused)(TOKENS))
+    assert "forward" not in vars(model)
+    np.testing.assert_allclose(watch.measurement().importance, sinklab.measure(gpt2(), TOKENS).importance, rtol=1e-5)
+
+
+def test_a_wrapper_with_the_config_of_its_model_is_no_model_of_transformers() -> None:
+    class Bridge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.original_model = gpt2()
+            self.config = self.original_model.config
+
+        def forward(self, input: Tensor) -> Tensor:
+            return self.original_model(input).logits
+
+    with pytest.raises(InputError, match=r"of type .*Bridge: expected a Hugging Face .* with sinklab.watch_attention"):
+        sinklab.measure(Bridge(), TOKENS)
+    model = Bridge()
+    with torch.no_grad(), sinklab.watch_attention(model) as watch:
+        model(TOKENS)
+    assert watch.measurement().sink_rate == sinklab.measure(gpt2(), TOKENS).sink_rate
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ is used.
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,9 +60,6 @@ from sinklab.models.hooks import (
     uncompiled,
 )
 from sinklab.models.memory_budget import fitting_batch
-
-if TYPE_CHECKING:
-    pass
 
 COMPARED = 32
 """Number of positions in the ratio, including the first (T_e = 31 in 2603.17771, which counts from 0)."""

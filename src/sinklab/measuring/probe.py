@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import wraps
+from functools import partial, update_wrapper, wraps
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -43,7 +43,7 @@ from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import Adapter, NativeAdapter, adapt, check_causal_lm, type_text, unwrapped
 from sinklab.models.families import family_of
-from sinklab.models.hooks import hooked, probed_alone, token_norms, uncompiled
+from sinklab.models.hooks import probed_alone, token_norms, uncompiled
 from sinklab.models.huggingface.interface import as_for_sdpa, read_call
 
 ONCE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -174,7 +174,7 @@ class AttentionWatch:
         self._passes: list[list[LayerRecord]] = []
         self._calls: list[tuple[bool, LayerRecord]] = []  # of this pass, and whether `record_attention` made it
         self._running = False
-        self._start = self._seconds = 0.0
+        self._seconds = 0.0
         self._dtype = ""
 
     @property
@@ -212,14 +212,12 @@ class AttentionWatch:
         cost = Cost(seconds=self._seconds)
         return measurement_from(totals, cost, options, proxy=proxy, backend="watched", dtype=self._dtype)
 
-    def entering(self, *_: Any) -> None:
-        """Forward pre-hook of the module."""
-        self._calls, self._running, self._start = [], True, time.perf_counter()
-
-    def leaving(self, *_: Any) -> None:
-        """Forward hook of the module."""
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the module's `forward` and record its attention."""
+        self._calls, self._running, start = [], True, time.perf_counter()
+        output = forward(*args, **kwargs)
         self._running = False
-        self._seconds += time.perf_counter() - self._start
+        self._seconds += time.perf_counter() - start
         explicit = [record for given, record in self._calls if given]
         layers = explicit or [record for _, record in self._calls]
         self._calls = []
@@ -231,6 +229,7 @@ class AttentionWatch:
                 "first one: every pass must have the same layers"
             )
         self._passes.append(layers)
+        return output
 
     def add(self, given: bool, record: Callable[[], LayerRecord], dtype: torch.dtype) -> None:
         """Add the record of an attention call in a forward pass of the module; other calls are ignored."""
@@ -273,9 +272,9 @@ def watch_attention(model: nn.Module) -> Iterator[AttentionWatch]:
             F.scaled_dot_product_attention = _watched_sdpa  # pyrefly: ignore[bad-assignment]
         _active += 1
     token = _watches.set((*_watches.get(), watch))
-    hooks = (model.register_forward_pre_hook(watch.entering), model.register_forward_hook(watch.leaving))
     try:
-        with hooked(hooks):
+        # TransformerLens calls `forward` without the module's hooks; `update_wrapper` keeps the signature.
+        with patch.object(model, "forward", update_wrapper(partial(watch.run, model.forward), model.forward)):
             yield watch
     finally:
         _watches.reset(token)

@@ -455,7 +455,7 @@ def residual_blocks(adapter: Adapter) -> Sequence[nn.Module]:
 
 
 def check_causal_lm(model: Any) -> None:
-    """Check that the argument is a Hugging Face model: a module with a transformers config.
+    """Check that the argument is a Hugging Face model.
 
     Raises:
         InputError: if `model` is anything else. The message contains the start of a string, or the type of another
@@ -466,10 +466,13 @@ def check_causal_lm(model: Any) -> None:
             f"the model is a string, {model[:80]!r}: load it first with AutoModelForCausalLM.from_pretrained, or pass "
             "the name to `sinklab measure`"
         )
-    if not isinstance(model, nn.Module) or not hasattr(getattr(model, "config", None), "get_text_config"):
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
         raise InputError(
             f"the model is {type_text(model)}: expected a Hugging Face causal language model, as "
-            "AutoModelForCausalLM.from_pretrained returns it, or a sinklab transformer"
+            "AutoModelForCausalLM.from_pretrained returns it, or a sinklab transformer. Record the attention of other "
+            "modules, such as TransformerLens's, with sinklab.watch_attention"
         )
     if OTHER_HEAD.search(type(model).__name__):
         raise InputError(

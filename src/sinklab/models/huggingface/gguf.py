@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -21,9 +21,6 @@ import torch
 
 from sinklab.errors import InputError, cause, require_extra
 from sinklab.models.memory_budget import free_bytes
-
-if TYPE_CHECKING:
-    pass
 
 SUFFIX = ".gguf"
 PART = re.compile(r"(.+-)\d{5}-of-(\d{5})(\.gguf)", re.IGNORECASE)
