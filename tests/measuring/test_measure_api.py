@@ -33,6 +33,13 @@ def test_measure_takes_a_model_and_tokens(model: Any) -> None:
     assert sinklab.measure(model, TOKENS.tolist()).sink_rate == result.sink_rate
 
 
+def test_a_model_whose_forward_is_wrapped_is_measured(model: Any) -> None:  # as nnsight wraps it
+    expected, forward = sinklab.measure(model, TOKENS), model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    found = sinklab.measure(model, TOKENS)
+    assert (found.importance_first, found.loss) == (expected.importance_first, expected.loss)
+
+
 def test_measure_still_holds_its_modules(model: Any) -> None:
     from sinklab.attention.importance import first_to_rest
 

@@ -14,7 +14,6 @@ in memory at a time. Keys and values are taken from the returned KV cache. Recor
 eager attention; the reported backend is "eager".
 """
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -37,7 +36,7 @@ from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.measuring.statistics.statistic_base import Angles
 from sinklab.models.adapter import Adapter, NativeAdapter
 from sinklab.models.families import attention_implementation, attention_layers, decoder_blocks, family_of
-from sinklab.models.hooks import CACHE, cache_field, hooked, intercept, named_arguments, token_norms
+from sinklab.models.hooks import CACHE, cache_field, forward_signature, hooked, intercept, named_arguments, token_norms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,7 +64,7 @@ class Recorder(ABC):
     ) -> None:
         self.backends: set[str] = set()
         self._model, self._lengths, self._details = model, tuple(lengths), details
-        self._signature = inspect.signature(model.forward)
+        self._signature = forward_signature(model)
         self._expected = expected
         self._done: list[list[LayerRecord]] = []  # of completed sequences
         self._tokens_BT: Tensor | None = None

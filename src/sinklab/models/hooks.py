@@ -391,6 +391,11 @@ CACHE = "cache"
 FORMER = "past_key_values"
 
 
+def forward_signature(module: nn.Module) -> inspect.Signature:
+    """Return the signature of `forward` in the module's class, since that of the module may be wrapped (nnsight)."""
+    return inspect.signature(partial(type(module).forward, module))
+
+
 def named_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the passed arguments of `forward` by name, with the KV cache as `cache`; None if no cache is passed.
 

@@ -23,7 +23,6 @@ once for each chunk of positions, and its body returns the stored hidden states.
 everything after the body, such as scaling and softcap of the logits.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -50,6 +49,7 @@ from sinklab.models.hooks import (
     FirstColumns,
     evaluating,
     forward_pass_hooks,
+    forward_signature,
     hidden_states,
     hooked,
 )
@@ -189,7 +189,7 @@ class HiddenKeys:
         yield from forward_pass_hooks({self._model, *families.bodies(self._model)}, self._entering, self._ending)
         for block in self._blocks:
             parts = [part for part in block.modules() if part is not block]
-            takers = [part for part in parts if "attention_mask" in inspect.signature(part.forward).parameters]
+            takers = [part for part in parts if "attention_mask" in forward_signature(part).parameters]
             attention = [part for part in takers if hasattr(part, "is_causal")]
             inside = {inner for part in attention for inner in part.modules() if inner is not part}  # such as indexers
             takers = [part for part in takers if part not in inside]
@@ -212,7 +212,7 @@ class HiddenKeys:
             )
 
     def _attending(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        names = list(inspect.signature(module.forward).parameters)
+        names = list(forward_signature(module).parameters)
         arguments = dict(zip(names, args, strict=False)) | kwargs
         states_BTC = next(value for value in arguments.values() if isinstance(value, Tensor))
         mask = arguments.get("attention_mask")
@@ -308,7 +308,7 @@ def cross_entropy_sum(logits_BTV: Tensor, wanted_BT: Tensor) -> float:
 
 def has_piecewise_logits(model: PreTrainedModel) -> bool:
     """Return True if the model has a separate body and can compute the logits of selected positions."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters and model.base_model is not model
+    return "logits_to_keep" in forward_signature(model).parameters and model.base_model is not model
 
 
 class _Body:

@@ -1,7 +1,6 @@
 """`Adapter` of a Hugging Face causal language model."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
@@ -38,6 +37,7 @@ from sinklab.models.hooks import (
     FirstColumns,
     evaluating,
     forward_pass_hooks,
+    forward_signature,
     hooked,
     intercept,
     named_arguments,
@@ -337,7 +337,7 @@ class HuggingFaceAdapter:
 
         def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             nonlocal first_B
-            arguments = named_arguments(inspect.signature(module.forward), args, kwargs)
+            arguments = named_arguments(forward_signature(module), args, kwargs)
             cache, mask_BT = arguments[CACHE], arguments.get("attention_mask")
             static = getattr(cache, "is_compileable", False)  # has more keys than tokens
             if cache is not None and (static or cache.get_seq_length()):
@@ -486,7 +486,7 @@ def shift_rope(model: PreTrainedModel) -> ShiftRope | None:
     None unless the model has exactly one rotary embedding, shared by all layer types.
     """
     found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == ROTARY_EMBEDDING]
-    if len(found) != 1 or "layer_type" in inspect.signature(found[0].forward).parameters:  # as in Gemma 3
+    if len(found) != 1 or "layer_type" in forward_signature(found[0]).parameters:  # as in Gemma 3
         return None
 
     def shift(x_BHLD: Tensor, by_L: Tensor) -> Tensor:
