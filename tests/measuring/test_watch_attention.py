@@ -177,9 +177,9 @@ def test_a_wrapper_with_the_config_of_its_model_is_no_model_of_transformers() ->
         def forward(self, input: Tensor) -> Tensor:
             return self.original_model(input).logits
 
+    model: Any = Bridge()
     with pytest.raises(InputError, match=r"of type .*Bridge: expected a Hugging Face .* with sinklab.watch_attention"):
-        sinklab.measure(Bridge(), TOKENS)
-    model = Bridge()
+        sinklab.measure(model, TOKENS)
     with torch.no_grad(), sinklab.watch_attention(model) as watch:
         model(TOKENS)
     assert watch.measurement().sink_rate == sinklab.measure(gpt2(), TOKENS).sink_rate
