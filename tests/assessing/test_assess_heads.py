@@ -44,6 +44,7 @@ def test_what_a_head_does_is_that_of_eager_matrices_and_values(family: str) -> N
     found = run_part(Heads, HuggingFaceAdapter(model), tokens)
     assert found.sink == "first position"
     assert [(role.layer, role.head) for role in found.heads] == [(n, h) for n in (1, 2) for h in (1, 2, 3, 4)]
+    outputs = {}
     for role in found.heads:
         A, v = matrices[role.layer - 1][:, role.head - 1], values[role.layer - 1][:, role.head - 1]
         norms, out = v.norm(dim=-1), (A @ v)[:, 1:]
@@ -54,6 +55,11 @@ def test_what_a_head_does_is_that_of_eager_matrices_and_values(family: str) -> N
         assert (role.share, role.value_norm, role.output_share) == pytest.approx((share, value, given), rel=1e-4)
         assert role.effective_rank == pytest.approx(effective, rel=1e-3)
         assert role.kind == kind_of(share, value, given, effective / v.shape[-1])
+        outputs[role.layer, role.head] = float(out.norm(dim=-1).mean())
+    for role in found.heads:
+        assert role.output_norm is not None
+        of_layer = sum(outputs[role.layer, head] for head in (1, 2, 3, 4)) / 4
+        assert role.output_norm == pytest.approx(outputs[role.layer, role.head] / of_layer, rel=1e-4)
 
 
 def test_a_rank_is_low_relative_to_the_heads_width_in_its_own_layer() -> None:

@@ -75,11 +75,13 @@ def test_each_order_removes_the_heads_that_it_says(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(pruning, "WithoutHeads", Recorded)
     Recorded.seen.clear()
     found = run_part(Pruning, one, tokens, passes=passes)
-    shares = {(role.layer, role.head): role.share for role in run_part(Heads, one, tokens).heads}
+    roles = run_part(Heads, one, tokens).heads
+    shares = {(role.layer, role.head): role.share for role in roles}
+    quiet = sorted((role.output_norm, (role.layer, role.head)) for role in roles)
     falling = sorted(shares, key=lambda head: -shares[head])
     drawn, layers = iter(Recorded.seen), Counter[int]()
     assert found.total == 16
-    assert [row.share for row in found.orders] == [share for share in pruning.SHARES for _ in range(4)]
+    assert [row.share for row in found.orders] == [share for share in pruning.SHARES for _ in range(5)]
     for row in found.orders:
         sets = [next(drawn) for _ in row.losses]
         assert {len(heads) for heads in sets} == {row.heads}
@@ -88,6 +90,8 @@ def test_each_order_removes_the_heads_that_it_says(monkeypatch: pytest.MonkeyPat
             layers = Counter(layer for layer, _ in sets[0])
         elif row.order == "sink last":
             assert sets == [set(falling[-row.heads :])]
+        elif row.order == "smallest output":
+            assert sets == [{head for _, head in quiet[: row.heads]}]
         else:
             assert len(sets) == pruning.DRAWS
         if row.order == "same layers":

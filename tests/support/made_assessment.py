@@ -169,7 +169,7 @@ def assessment(model: str, cost: float = 0.5, **changes: Any) -> dict[str, Any]:
             "orders": [
                 {"order": order, "share": share, "heads": int(20 * share), "losses": [3.0], **effect(3 + share * cost)}
                 for share in (0.1, 0.5)
-                for order in ("sink first", "sink last", "random", "same layers")
+                for order in ("sink first", "sink last", "smallest output", "random", "same layers")
             ],
             "kinds": [{"order": "all nop", "share": 0.5, "heads": 1, "losses": [3.0], **effect()}],
         },

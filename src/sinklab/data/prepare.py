@@ -346,21 +346,6 @@ def prepared(config: DataConfig, cache: Path | None = None, progress: StageProgr
     return prepare(settings, _in_cache(settings, cache), progress)
 
 
-def find_prepared(config: DataConfig) -> TokenDataset | None:
-    """Return the opened token shards of a recipe's data if they are already prepared, else None; nothing is written.
-
-    Args:
-        config: see `prepared`.
-
-    Raises:
-        InputError, SinklabError: see `TokenDataset`; InputError also if the source does not exist or cannot be read.
-    """
-    folder = expanded(config.source)
-    if not is_prepared(folder):
-        folder = _in_cache(_settings(config))
-    return TokenDataset(folder) if is_prepared(folder) else None
-
-
 def known_vocabulary(config: DataConfig) -> int | None:
     """Return the vocabulary size of a recipe's data if it is known before preparation, else None.
 

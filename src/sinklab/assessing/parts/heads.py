@@ -7,6 +7,7 @@ broadcast sinks induce low-rank outputs". The definitions and thresholds below a
     value_norm       |v_sink| / mean over other s of |v_s|                 nop if at most NEGLIGIBLE
     output_share     mean_t |A_t,sink v_sink| / mean_t |o_t|               broadcast if at least LARGE, and
     effective_rank   exp(-sum_i p_i log p_i), p_i = s_i^2 / sum_j s_j^2    at most LOW * V
+    output_norm      mean_t |o_t| / its mean over the heads of the layer   (2504.03889; not used for the roles)
 
 with A the attention weights, v the values, o the head's outputs, of dimension V, and s_i the singular values of the
 matrix of all o_t. The sink is the bias key or sink logit if the layer has one, otherwise the first position; with
@@ -14,7 +15,7 @@ several registers it is the first register, and the others count as tokens. The 
 for a bias key or sink logit), in all sequences. The sum over s includes a bias. A gate can replace the sink of a nop
 head, and a register or sink token that of a broadcast head.
 
-Pruning: the loss when attention heads are removed in order of their sink share, or in control orders.
+Pruning: the loss when attention heads are removed in order of their sink share or output, or in control orders.
 
     share of a head = mean over queries t after the sink of A_t,sink / sum_s A_ts         (as in the part `heads`)
 
@@ -25,10 +26,11 @@ one, so the order is the same. In layers with a bias key or sink logit, the shar
 A removed head's output is zeroed before norms, gates and the output projection. Heads of all layers are removed in
 one of these orders:
 
-    sink first     descending share
-    sink last      ascending share
-    random         random heads, mean of several draws
-    same layers    random heads, with the same number per layer as `sink first`, mean of several draws
+    sink first         descending share
+    sink last          ascending share
+    smallest output    ascending output_norm (the score AHON LN of 2504.03889)
+    random             random heads, mean of several draws
+    same layers        random heads, with the same number per layer as `sink first`, mean of several draws
 
 In addition, all nop heads or all broadcast heads (see `heads`) are removed, with as many random heads as a control.
 """
@@ -66,6 +68,8 @@ class HeadRole(ReadDocument):
         value_norm: norm of the sink's value vector divided by the mean norm of the other keys' value vectors.
         output_share: mean norm of the sink's contribution to the head's output, divided by the mean norm of the output.
         effective_rank: effective rank of the head's outputs, at most their dimension.
+        output_norm: mean norm of the head's output divided by its mean over the heads of the layer; None in results
+            from before 2026-11-30.
         kind: "no sink", "nop", "broadcast", or "between" (neither nop nor broadcast).
     """
 
@@ -75,6 +79,7 @@ class HeadRole(ReadDocument):
     value_norm: float
     output_share: float
     effective_rank: float
+    output_norm: float | None = None
     kind: HeadKind
 
 
@@ -137,8 +142,9 @@ class Heads(AssessPart):
         roles = []
         for layer, (share_H, value_H, other_H, added_H, output_H, gram_HVV) in sorted(sums.items()):
             value_norm_H, output_share_H = value_H / other_H.clamp(min=1e-30), added_H / output_H.clamp(min=1e-30)
-            numbers_3H = (share_H / len(given.tokens_NT), value_norm_H, output_share_H)
-            for head, (share, value_norm, output_share) in enumerate(torch.stack(numbers_3H, 1).tolist(), 1):
+            output_norm_H = output_H / output_H.mean().clamp(min=1e-30)
+            numbers_H4 = torch.stack((share_H / len(given.tokens_NT), value_norm_H, output_share_H, output_norm_H), 1)
+            for head, (share, value_norm, output_share, output_norm) in enumerate(numbers_H4.tolist(), 1):
                 rank = effective_rank(gram_HVV[head - 1])
                 roles.append(
                     HeadRole(
@@ -148,6 +154,7 @@ class Heads(AssessPart):
                         value_norm=value_norm,
                         output_share=output_share,
                         effective_rank=rank,
+                        output_norm=output_norm,
                         kind=kind_of(share, value_norm, output_share, rank / gram_HVV.shape[-1]),
                     )
                 )
@@ -228,7 +235,7 @@ def kind_of(share: float, value_norm: float, output_share: float, rank_share: fl
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5)
 SHOWN_SHARE = 0.1  # fraction of heads removed in the scalar results
 KINDS = ("nop", "broadcast")
-SINK_FIRST, SINK_LAST, RANDOM, SAME_LAYERS = "sink first", "sink last", "random", "same layers"
+SINK_FIRST, RANDOM = "sink first", "random"
 
 
 class RemovedHeads(DrawnEffect):
@@ -273,8 +280,8 @@ class Pruning(AssessPart):
     layout = PartFigure(
         "Removing heads",
         "Loss added to {0.unchanged.loss:.3f} when some of {0.total} heads are removed: those with the largest or "
-        f"smallest share of attention on the sink (2601.06787), or random heads (mean of {DRAWS} draws), from all "
-        "layers or with the same number per layer.",
+        "smallest share of attention on the sink (2601.06787), the smallest output relative to their layer "
+        f"(2504.03889), or random heads (mean of {DRAWS} draws), from all layers or with the same number per layer.",
         PlotAxis("Heads removed (percent)", "x", "percent"),
     )
 
@@ -301,15 +308,17 @@ class Pruning(AssessPart):
             ]
 
         falling = sorted(roles, key=lambda role: -role.share)
+        quiet = sorted(roles, key=lambda role: role.output_norm or 0)
         orders: list[tuple[str, float, Sequence[Sequence[HeadRole]]]] = []
         for share in SHARES:
             count = max(1, round(share * len(roles)))
-            most, least = falling[:count], falling[-count:]
+            most = falling[:count]
             orders += [
                 (SINK_FIRST, share, [most]),
-                (SINK_LAST, share, [least]),
+                ("sink last", share, [falling[-count:]]),
+                ("smallest output", share, [quiet[:count]]),
                 (RANDOM, share, [draw.sample(roles, count) for _ in range(DRAWS)]),
-                (SAME_LAYERS, share, [of_the_same_layers(most) for _ in range(DRAWS)]),
+                ("same layers", share, [of_the_same_layers(most) for _ in range(DRAWS)]),
             ]
         kinds: list[tuple[str, float, Sequence[Sequence[HeadRole]]]] = []
         for kind in KINDS:
