@@ -57,7 +57,6 @@ from sinklab.models.hooks import (
     requiring_grad,
     residual_stream,
     token_norms,
-    uncompiled,
 )
 from sinklab.models.memory_budget import fitting_batch
 
@@ -213,7 +212,6 @@ def measure(
     with ExitStack() as stack:
         cost = stack.enter_context(costing(adapter.device))
         stack.enter_context(evaluating(adapter.module))
-        stack.enter_context(uncompiled(adapter.module))
         hidden = stack.enter_context(residual_stream(adapter.blocks, token_norms))
         before = stack.enter_context(entering_norms(adapter.post_norms))
         if details is not None:

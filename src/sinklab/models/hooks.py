@@ -109,11 +109,11 @@ def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode and disable gradients in the `with` block; then restore the mode of every module."""
+    """Set evaluation mode, without gradients and compiled code, in the `with` block; then restore every module."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), uncompiled(model):
             yield
     finally:
         for module, training in before:
