@@ -471,8 +471,8 @@ def check_causal_lm(model: Any) -> None:
     if not isinstance(model, PreTrainedModel):
         raise InputError(
             f"the model is {type_text(model)}: expected a Hugging Face causal language model, as "
-            "AutoModelForCausalLM.from_pretrained returns it, or a sinklab transformer. Record the attention of other "
-            "modules, such as TransformerLens's, with sinklab.watch_attention"
+            "AutoModelForCausalLM.from_pretrained returns it, or a sinklab transformer. If it wraps one, pass that; "
+            "record the attention of any other module, such as TransformerLens's, with sinklab.watch_attention"
         )
     if OTHER_HEAD.search(type(model).__name__):
         raise InputError(
