@@ -388,10 +388,10 @@ class CallRecords(Recorder):
             )
         if self._calls != self._expected:
             raise SinklabError(
-                f"{self._calls} attention calls were recorded in {self._expected} layers: the model type "
-                f"{self._model.config.model_type!r} does not pass the attention of each layer through transformers' "
-                "attention interface in one call, so sinks in it cannot be measured. Measure a model of another type, "
-                "or try a newer version of transformers."
+                f"{self._calls} attention calls were recorded in {self._expected} layers: this "
+                f"{self._model.config.model_type!r} model does not pass the attention of each layer through "
+                "transformers' attention interface in one call, so sinks in it cannot be measured. If another library "
+                "has replaced its attention, load it anew; else try a newer version of transformers."
             )
         self._whole = True
 

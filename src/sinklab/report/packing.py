@@ -289,9 +289,7 @@ def _glance(summary: Summary) -> Table | None:
             ours.append("; ".join(f"{cell} {text}" for cell, text in part.ours) or claim.evidence)
             beside = f"; by mean importance: {other}" if (other := claim.changed_by_importance) else ""
             verdicts.append(f"{claim.shown_verdict} at {claim.scale} ({claim.experiment}.{claim.id}{kind}{beside})")
-        statement = line.statement
-        rows.append(
-            (str(line.number), statement.says, statement.paper, "\n".join(ours), "\n".join(verdicts), statement.caveat)
-        )
+        said, values = line.statement, "\n".join(dict.fromkeys(ours))
+        rows.append((str(line.number), said.says, said.paper, values, "\n".join(verdicts), said.caveat))
     columns = names("", "statement", "the paper (% of heads)", "our values, every seed", "verdict", "caveat")
     return Table("The paper at a glance", columns, rows) if rows else None
