@@ -97,6 +97,7 @@ def test_each_order_removes_the_heads_that_it_says(monkeypatch: pytest.MonkeyPat
         if row.order == "same layers":
             assert all(Counter(layer for layer, _ in heads) == layers for heads in sets)
         assert row.loss == pytest.approx(sum(row.losses) / len(row.losses))
+        assert (row.error is None) == (len(row.losses) > 1)
     assert passes.done == 2 * (3 + len(Recorded.seen))
 
 

@@ -61,8 +61,8 @@ class Effect(ReadDocument):
         loss: mean loss over the target tokens (not the added loss).
         kl: mean over the targets of KL(unchanged model || model under the intervention).
         targets: number of target tokens.
-        error: standard error of the added loss (`standard_error`); None for the unchanged model, for means over draws
-            (`mean_effect`), and for a single block of targets.
+        error: standard error of the added loss (`standard_error`); None for the unchanged model, for means over several
+            draws (`mean_effect`), and for a single block of targets.
     """
 
     loss: float
@@ -420,10 +420,13 @@ def first_importance(layer: LayerCall) -> Tensor:
 
 
 def mean_effect(effects: Sequence[Effect]) -> dict[str, Any]:
-    """Return fields of a result over draws: mean `loss` and `kl`, `targets` of one draw, and all losses as `losses`."""
+    """Return fields of a result over draws: mean `loss` and `kl`, `targets` and `error` of one draw, losses as `losses`.
+
+    `error` is None for several draws.
+    """
     losses = [one.loss for one in effects]
-    kl = fmean(one.kl for one in effects)
-    return {"loss": fmean(losses), "kl": kl, "targets": effects[0].targets, "losses": losses}
+    mean = {"loss": fmean(losses), "kl": fmean(one.kl for one in effects), "losses": losses}
+    return {**mean, "targets": effects[0].targets, "error": effects[0].error if len(effects) == 1 else None}
 
 
 def key_heads(adapter: Adapter) -> HeadSet:
