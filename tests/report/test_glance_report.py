@@ -139,6 +139,14 @@ def test_an_experiment_on_mitigations_without_cells_has_no_leaderboard(sweep_fol
     assert leaderboard(replace(sweep, summary=sweep.summary.model_copy(update={"experiments": emptied}))) is None
 
 
+def test_the_mitigations_of_another_scale_have_a_leaderboard(sweep_folder: Path) -> None:
+    sweep = collect([sweep_folder]).sweeps[0]
+    named = {f"laptop_{name}": one for name, one in sweep.summary.experiments.items() if name == "mitigations"}
+    board = leaderboard(replace(sweep, summary=sweep.summary.model_copy(update={"experiments": named})))
+    assert board is not None
+    assert {"softmax", "k_biases", "sink_token", "sigmoid"} < set(board.scores)
+
+
 def test_the_leaderboard_is_drawn_with_softmax_at_no_change_of_loss(sweep_folder: Path) -> None:
     board = leaderboard(collect([sweep_folder]).sweeps[0])
     assert board is not None

@@ -91,7 +91,7 @@ def reproduce(
 ) -> None:
     """Run experiments: train their models or measure existing ones, and judge their claims.
 
-    Example: sinklab reproduce table_4 table_2 --scale tiny --seeds 5 --jobs 2
+    Example: sinklab reproduce laptop_biases laptop_decay --seeds 5 --jobs 2
 
     Some experiments measure existing models: tables 1, 7 and 8, figures 2, 3, 9, 10 and 19 and propositions require
     --model; polypythias, smollm2_checkpoints, outlier_safe and gated_attention have fixed models.

@@ -1,6 +1,6 @@
 """The page's sections on sweeps: the paper at a glance, the leaderboard, and a section per experiment.
 
-The leaderboard of mitigations has the cells of experiments whose ids begin with `mitigations`, with medians and ranges.
+The leaderboard of mitigations has the cells of experiments with `mitigations` in their id, with medians and ranges.
 
 The experiment `mitigations_retuned` (other learning rates) has no rows; it gives a column with each cell's lowest loss.
 Its columns are the metrics in `BOARD` (`measuring/registry.py`), speed and memory, and the numbers of an assessment
@@ -431,7 +431,7 @@ def leaderboard(sweep: Sweep) -> Leaderboard | None:
         InputError: if assessment.json of a run cannot be read or is damaged.
     """
     summary = sweep.summary
-    experiments = [name for name in summary.experiments if name.startswith(MITIGATIONS) and name != RETUNED]
+    experiments = [name for name in summary.experiments if MITIGATIONS in name.split("_") and name != RETUNED]
     cells = {cell: found for name in experiments for cell, found in summary.cells_of(name).items()}
     if not cells:
         return None
