@@ -92,40 +92,6 @@ def test_a_claim_that_says_something_impossible_is_refused(change: dict[str, Any
         made(claims=[{**CLAIM, **change}])
 
 
-def test_a_manifest_of_an_earlier_version_is_read() -> None:
-    """Its names of preconditions and of kinds of checks, also within `all`."""
-    alike, at = {"is": "alike", "value": "valid_loss", "margin": 0.1}, {"is": "stands_at", "cell": "softmax"}
-    of = ["softmax", "sigmoid"]
-    first = {"id": "a", "text": "..", "check": {**alike, "of": of}, "asks_massive": "sigmoid", "asks_sink": None}
-    second = {"id": "b", "text": "..", "check": {"is": "all", "of": [{**at, "position": 2}, {**alike, "of": of}]}}
-    before = made(claims=[first, second], asks_sink=True)
-    now = made(
-        claims=[
-            {"id": "a", "text": "..", "check": {**alike, "is": "equal", "of": of}, "requires_massive": "sigmoid"},
-            {
-                "id": "b",
-                "text": "..",
-                "check": {
-                    "is": "all",
-                    "of": [
-                        {
-                            "is": "greater",
-                            "cell": "softmax",
-                            "value": "sink_2",
-                            "than_value": "highest_rate_except_2",
-                            "at_least": 1.0,
-                        },
-                        {**alike, "is": "equal", "of": of},
-                    ],
-                },
-            },
-        ],
-        requires_sink=True,
-    )
-    assert before.claims[0].model_dump() == now.claims[0].model_dump()
-    assert (before.claims[1], before.requires_sink) == (now.claims[1], now.requires_sink)
-
-
 def test_two_claims_of_one_id_are_refused() -> None:
     with pytest.raises(ValidationError, match="two claims have the id none: rename one of them"):
         made(claims=[CLAIM, {**CLAIM, "text": "None at all"}])

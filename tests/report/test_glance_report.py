@@ -19,7 +19,7 @@ from sinklab.experiments.verdicts import RULE
 from sinklab.report.collect import collect
 from sinklab.report.packing import pack_sweep, readme
 from sinklab.report.page import write_report
-from sinklab.report.sections import experiment_groups, experiment_sections, glance, leaderboard
+from sinklab.report.sections import SeedScore, experiment_groups, experiment_sections, glance, leaderboard
 from sinklab.report.sweeps import origins
 
 
@@ -145,6 +145,8 @@ def test_the_mitigations_of_another_scale_have_a_leaderboard(sweep_folder: Path)
     board = leaderboard(replace(sweep, summary=sweep.summary.model_copy(update={"experiments": named})))
     assert board is not None
     assert {"softmax", "k_biases", "sink_token", "sigmoid"} < set(board.scores)
+    board.scores["sigmoid"] = [SeedScore(3.0, (3.0,)), *board.scores["sigmoid"][1:]]
+    assert "sigmoid (1 of 3 seeds)" in [row[0] for row in board.table("board").rows]
 
 
 def test_the_leaderboard_is_drawn_with_softmax_at_no_change_of_loss(sweep_folder: Path) -> None:

@@ -420,9 +420,9 @@ def first_importance(layer: LayerCall) -> Tensor:
 
 
 def mean_effect(effects: Sequence[Effect]) -> dict[str, Any]:
-    """Return fields of a result over draws: mean `loss` and `kl`, `targets` and `error` of one draw, losses as `losses`.
+    """Return fields of a result over draws: mean `loss` and `kl`, `targets` of one draw, and all losses as `losses`.
 
-    `error` is None for several draws.
+    `error` is that of a single draw, and None for several.
     """
     losses = [one.loss for one in effects]
     mean = {"loss": fmean(losses), "kl": fmean(one.kl for one in effects), "losses": losses}

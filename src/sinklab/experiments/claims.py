@@ -10,58 +10,18 @@ claims:
     same_as: table_6.sigmoid_has_none
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from sinklab.experiments.documents import Analysis
 from sinklab.experiments.quantities import QuantityName, quantity
-from sinklab.measuring.registry import OTHERS
 from sinklab.schema import Part
 from sinklab.survey.open_models import families
 
 Scale = Literal["tiny", "mini", "laptop", "lab", "small", "60m", "1b", "backcopy", "trigger_average"]
-
-EARLIER_KEYS = {
-    "asks_massive": "requires_massive",
-    "asks_sink": "requires_sink",
-    "against": "scatter",
-    "but": "without_families",
-}
-EARLIER_KINDS = {
-    "alike": "equal",
-    "alike_over_domains": "equal",
-    "alike_over_sizes": "equal",
-    "grows_with_size": "rising",
-}
-"""Keys of experiments, claims and checks, and kinds of checks, in manifests and files of earlier versions."""
-
-
-def renamed(values: Any) -> Any:
-    """Return a mapping with the present names of keys and kinds of checks; other values unchanged.
-
-    Three earlier kinds are now comparisons of two quantities, or of two steps: `peak_at` (earlier `stands_at`),
-    `precedes` and `appears`.
-    """
-    if not isinstance(values, Mapping):
-        return values
-    new = {EARLIER_KEYS.get(key, key): value for key, value in values.items()}
-    match new.get("is"):
-        case "peak_at" | "stands_at":
-            k = new.pop("position", None)
-            return {"at_least": 1.0, **new, "is": "greater", "value": f"sink_{k}", "than_value": f"{OTHERS}{k}"}
-        case "precedes":
-            first, then = new.pop("first", None), new.pop("then", None)
-            return {**new, "is": "greater", "value": then, "than_value": first}
-        case "appears":
-            rate = new.pop("rate", 10.0)
-            return {**new, "is": "within", "value": "sink_1", "at_least": rate}
-        case str(kind):
-            return {**new, "is": EARLIER_KINDS.get(kind, kind)}
-    return new
 
 
 class _Check(Part):
@@ -287,7 +247,7 @@ class All(_Check):
     """Conjunction of checks: reproduced if all checks are reproduced, contradicted if any is (`judging.ORDER`)."""
 
     kind: Literal["all"] = Field(default="all", alias="is")
-    of: tuple[Annotated[SingleCheck, Field(discriminator="kind"), BeforeValidator(renamed)], ...] = Field(min_length=2)
+    of: tuple[Annotated[SingleCheck, Field(discriminator="kind")], ...] = Field(min_length=2)
 
     @model_validator(mode="after")
     def _names_cells(self) -> Self:
@@ -308,7 +268,7 @@ class All(_Check):
         return tuple(dict.fromkeys(name for check in self.of for name in check.quantities))
 
 
-Check = Annotated[SingleCheck | All, Field(discriminator="kind"), BeforeValidator(renamed)]
+Check = Annotated[SingleCheck | All, Field(discriminator="kind")]
 
 
 def parts_of(check: Check) -> tuple[SingleCheck, ...]:
@@ -354,8 +314,6 @@ class Claim(Part):
     stated: date | None = None
     changed: str | None = Field(default=None, pattern=r"^\d{4}-\d\d-\d\d: .+")
     why: str | None = None
-
-    _names = model_validator(mode="before")(renamed)
 
     @model_validator(mode="after")
     def _has_a_comparison(self) -> Self:

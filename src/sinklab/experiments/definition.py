@@ -52,7 +52,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from sinklab.assessing.parts import PartName
-from sinklab.experiments.claims import Claim, Monotone, OverCells, Scale, Within, renamed
+from sinklab.experiments.claims import Claim, Monotone, OverCells, Scale, Within
 from sinklab.experiments.documents import GRID, Analysis, ReplicateKind
 from sinklab.experiments.paper import Published
 from sinklab.experiments.quantities import NORMS, QuantityName, quantity
@@ -391,8 +391,6 @@ class ClaimSet(Part):
     stated: date | None = None
     requires_massive: bool | str = False
     requires_sink: bool | str = False
-
-    _names = model_validator(mode="before")(renamed)
 
 
 class Experiment(ClaimSet, SweepDesign):

@@ -361,9 +361,13 @@ class Leaderboard:
         Columns without values are omitted.
         """
         forms = [column.form for column in self.columns]
+        seeds = {cell: len(loss.seeds) if (loss := scores[0]) else 0 for cell, scores in self.scores.items()}
+        most = max(seeds.values())
         rows: list[list[Value]] = [
             [
-                cell + (f" ({counted(self.failed[cell], 'run')} failed)" if self.failed[cell] else ""),
+                cell
+                + (f" ({count} of {most} seeds)" if 0 < (count := seeds[cell]) < most else "")
+                + (f" ({counted(self.failed[cell], 'run')} failed)" if self.failed[cell] else ""),
                 *(None if one is None else one.cell(form) for one, form in zip(scores, forms, strict=True)),
             ]
             for cell, scores in self.scores.items()
@@ -450,11 +454,12 @@ def leaderboard(sweep: Sweep) -> Leaderboard | None:
         )
         for metric in BOARD
     ]
+    speed = "of the runs as they were trained, on different machines if there were several"
     retuned = "the lowest loss over several learning rates, because a single learning rate favours some cells"
     best = TableColumn("Retuned", "loss at the best learning rate", ",.3f", help=retuned)
     columns.insert(1, (best, lambda name: _retuned(sweep, name)))
     columns += [
-        (TableColumn("Speed", "tokens / s", ",.0f"), of_runs(lambda run: run.tokens_per_second)),
+        (TableColumn("Speed", "tokens / s", ",.0f", help=speed), of_runs(lambda run: run.tokens_per_second)),
         (TableColumn("Memory", "peak, MB", ",.0f"), of_runs(lambda run: run.peak_memory_mb)),
         *(
             (
