@@ -13,13 +13,13 @@ from pathlib import Path
 
 from sinklab.experiments.definition import SCALES
 from sinklab.experiments.documents import JUDGED, SUMMARY, VERDICTS, Summary, counts_by_subject
-from sinklab.experiments.verdicts import wording as five_seeds
+from sinklab.experiments.verdicts import wording
 from sinklab.experiments.verdicts.wording import CommittedVerdict, shipped_verdicts
 from sinklab.files import parse_json, write_json
 from sinklab.report.sweeps import ABOUT
 from sinklab.tables import Table, markdown, names
 
-PATH = Path(five_seeds.__file__).parents[1] / five_seeds.COMMITTED
+PATH = Path(wording.__file__).parents[1] / wording.COMMITTED
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "results" / "archive" / "README.md"
 BEGIN, END = "<!-- made by benchmarks/committed.py -->\n\n", "\n\n<!-- end -->"

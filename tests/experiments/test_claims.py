@@ -11,7 +11,6 @@ from pydantic import ValidationError
 
 from sinklab.errors import InputError
 from sinklab.experiments.definition import Experiment
-from sinklab.experiments.quantities import RunNumbers
 from sinklab.experiments.shipped import experiment_ids, load_experiment
 from sinklab.experiments.sweep.packed import check_dates
 from sinklab.experiments.sweep.store import ManifestCell, SweepManifest, merged_manifests, plan_sweep
@@ -155,17 +154,3 @@ def test_a_shipped_experiment_says_when_its_claims_were_stated_and_asks_enough_s
         assert stated is not None
         if claim.changed is not None:
             assert date.fromisoformat(claim.changed.partition(":")[0]) >= stated
-
-
-def test_pilots_say_how_seeds_vary_within_cells_and_between_two() -> None:
-    from benchmarks.pilots import spread_of
-
-    def cell(*values: float) -> list[RunNumbers]:
-        return [RunNumbers(1000 + at, (), measured={"sink_1": value}) for at, value in enumerate(values)]
-
-    found = spread_of("sink_1", {"a": cell(10.0, 14.0), "b": cell(20.0, 26.0, 23.0), "none": cell(0.0, 0.5)})
-    assert found is not None
-    assert found.sd == pytest.approx(((8.0 + 2 * 9.0) / 3) ** 0.5)
-    assert found.sd_of_difference == pytest.approx(((-12.0 + 10.0) ** 2 / 2) ** 0.5)
-    assert found.cells == {"a": [1000, 1001], "b": [1000, 1001, 1002]}
-    assert spread_of("valid_loss", {"a": cell(1.0, 2.0)}) is None

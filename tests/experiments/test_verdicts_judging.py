@@ -1,17 +1,15 @@
 """Basis of a verdict: number of seeds, their cells, threshold, and claims that do not apply."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import pytest
 from made_runs import cell_of, cells_of, experiment_of, judged, reading, run_of, verdict
 
 from sinklab.experiments.documents import CellSummary, JudgedClaim, Summary
-from sinklab.experiments.shipped import load_experiment
 from sinklab.experiments.summary import at_scale, summarise
-from sinklab.experiments.verdicts import wording as five_seeds
+from sinklab.experiments.verdicts import wording
 from sinklab.experiments.verdicts.judging import judge
-from sinklab.experiments.verdicts.wording import Committed, Pilots, detectable, verdict_of_five
+from sinklab.experiments.verdicts.wording import Committed, verdict_of_five
 from sinklab.train.run import Evaluation
 
 SINKS = {"softmax": [36.0, 30.0, 41.5, 27.0, 22.0], "k_biases": [0.0] * 5}
@@ -312,50 +310,12 @@ def test_at_the_papers_own_scale_its_number_lies_where_one_more_seed_would() -> 
     assert (tiny.verdict, "paper" in tiny.evidence) == ("reproduced", False)
 
 
-@pytest.mark.parametrize(
-    ("check", "said"),
-    [
-        (HAS_ONE, "Five seeds detect a value 17.0 points beyond the bound with 80 % power."),
-        (LESS, "Five seeds detect a difference of 31.0 points between two cells with 80 % power, and a difference of "
-               "17.0 points if one cell is 0 for all seeds."),
-        ({"is": "equal", "value": "sink_1", "cell": "a", "to": "b", "margin": 5.0},
-         "Five seeds confirm equality within a margin of 24.0 points with 80 % power."),
-        ({"is": "within", "value": "valid_loss", "cell": "a", "at_most": 5.0}, ""),
-        ({"is": "diverges", "cell": "a"}, ""),
-    ],
-)  # fmt: skip
-def test_what_five_seeds_find_comes_from_pilots_of_the_scale(
-    check: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pilots = Pilots.model_validate({"scales": {"tiny": {"sink_1": {"sd": 10.0, "sd_of_difference": 12.0}}}})
-    claim = experiment_of(check, cells=["softmax", "k_biases", "a", "b"]).claims[0]
-    assert claim.check is not None
-    monkeypatch.setattr(five_seeds, "shipped_pilots", lambda: pilots)
-    assert detectable(claim.check, "tiny") == said
-    assert detectable(claim.check, "60m") == ""
-
-
-def test_what_five_seeds_find_is_not_stated_of_other_sizes_than_that_of_the_pilots() -> None:
-    judged = judge(at_scale(load_experiment("patterns"), "tiny"), {})
-    finds = {one.id: one.finds for one in judged}
-    assert "nats" in finds["same_loss"]
-    assert finds["one_in_six_same_loss"] == ""
-    for other in ("rank_stability", "headline_4500"):  # another width, three times as many steps
-        assert {one.finds for one in judge(at_scale(load_experiment(other), "tiny"), {})} == {""}
-
-
-def test_what_five_seeds_find_is_not_stated_of_other_steps_or_another_text_than_those_of_the_pilots() -> None:
-    patterns = at_scale(load_experiment("patterns"), "tiny")
-    assert any(one.finds for one in summarise([patterns], {}).claims)
-    assert not any(one.finds or one.elsewhere for one in summarise([patterns], {}, altered=True).claims)
-
-
 def test_what_five_seeds_gave_is_kept_for_those_who_train_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.committed import committed_verdicts
 
     experiment = experiment_of(LESS, cells=list(SINKS), id="table")
     kept = committed_verdicts(summarise([at_scale(experiment, "tiny")], first(5)))
-    monkeypatch.setattr(five_seeds, "shipped_verdicts", lambda: Committed(scales={"tiny": kept}))
+    monkeypatch.setattr(wording, "shipped_verdicts", lambda: Committed(scales={"tiny": kept}))
     lab = experiment_of(cells=list(SINKS), claims=[{"id": "b", "text": "B", "check": LESS, "same_as": "table.claim_0"}])
     begins = "An earlier sweep with 5 seeds had the verdict reproduced. Sink_1 by seed: k_biases 0.0, 0.0"
     (few,), (enough,) = judge(at_scale(lab, "tiny"), first(1)), judge(at_scale(lab, "tiny"), first(5))

@@ -264,8 +264,6 @@ class JudgedClaim(ReadDocument):
         by_importance: verdict on a comparison of Sink_1 if the mean importance of the first token, which has no
             threshold, replaces Sink_1; empty for other checks, for existing models, or if fewer than five seeds
             recorded the importance.
-        finds: sentence with the effect that five seeds detect with 80 % power, from pilot runs of the base recipe
-            (`five_seeds.detectable`); empty if there is none, or if --steps or --text was passed.
         elsewhere: for a claim without a verdict because of fewer than five seeds, verdict and evidence of an earlier
             sweep with five or more, in sentences; empty for other claims, if there is no earlier verdict, or if --steps
             or --text was passed.
@@ -289,7 +287,6 @@ class JudgedClaim(ReadDocument):
     rule: str = ""
     at_eps: dict[str, str] = Field(default_factory=dict)
     by_importance: str = ""
-    finds: str = ""
     elsewhere: str = ""
 
     @property
@@ -302,7 +299,7 @@ class JudgedClaim(ReadDocument):
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks in sentences, from `at_eps`, `by_importance`, `elsewhere`, `finds`, `changed` and `same_as`."""
+        """Remarks in sentences, from `at_eps`, `by_importance`, `elsewhere`, `changed` and `same_as`."""
         differing = {eps: verdict for eps, verdict in self.at_eps.items() if verdict != self.verdict}
         same = [eps for eps in self.at_eps if eps not in differing]
         by_importance = [f"By mean importance instead of Sink_1, the verdict is {self.by_importance}."]
@@ -311,7 +308,6 @@ class JudgedClaim(ReadDocument):
             *(f"At eps {eps}, the verdict is {verdict}." for eps, verdict in differing.items()),
             *(by_importance if self.by_importance else []),
             *([self.elsewhere] if self.elsewhere else []),
-            *([self.finds] if self.finds else []),
             *([f"Revision of {self.changed}"] if self.changed else []),
             *([f"The check is that of {self.same_as}, where the claim is counted."] if self.same_as else []),
         ]

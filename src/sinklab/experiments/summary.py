@@ -84,7 +84,7 @@ def summarise(experiments: Sequence[ToJudge], results: Mapping[str, CellSummary]
     claims = [claim for one in experiments for claim in judge(one, results, altered)]
     counted = {f"{claim.experiment}.{claim.id}": claim for claim in claims if not claim.same_as}
     copied = {
-        "verdict", "evidence", "seeds", "at_eps", "by_importance", "analysis", "stated", "finds", "elsewhere",
+        "verdict", "evidence", "seeds", "at_eps", "by_importance", "analysis", "stated", "elsewhere",
         "replicate", "rule",
     }  # fmt: skip
     for at, claim in enumerate(claims):  # a reference has the verdict and evidence of the claim to which it refers

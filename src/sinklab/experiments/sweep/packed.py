@@ -275,9 +275,6 @@ BEGUN = "begun"
 SAME_NUMBERS = ("processor", "device", "torch", "python", "threads", "compiles_loss")
 """Keys of env.json; if all are equal for a run and its repetition, their metrics must be equal bit for bit."""
 
-FROM_SHIPPED_FILES = ("finds", "elsewhere")
-"""Fields of a claim in summary.json that are computed from files shipped with sinklab, such as pilots.json."""
-
 NOT_RETRAINED = "changes of metrics with consistent checksums and summary are only found by --retrain"
 
 ROUNDING = 1e-9
@@ -446,7 +443,7 @@ def _comparable(summary: Summary) -> tuple[dict[str, Any], dict[str, Any]]:
     for claim in found["claims"]:
         name = f"claims.{claim['experiment']}.{claim['id']}"
         name += " (repeated)" * (name in owners)
-        texts[name] = [claim.pop(key) for key in FROM_SHIPPED_FILES]
+        texts[name] = [claim.pop("elsewhere")]  # from committed.json, which later results replace
         owners[name] = claim
     return owners, texts
 

@@ -26,7 +26,6 @@ from sinklab.experiments.quantities import AT_EPS, EMERGED, OTHER_EPS_TEXTS, qua
 from sinklab.experiments.verdicts.kinds import FEWEST, UnmeasuredError, by_seed, decide, seed_by_seed
 from sinklab.experiments.verdicts.wording import (
     counted,
-    detectable,
     evidence,
     number,
     unit,
@@ -53,8 +52,7 @@ def judge(to_judge: ToJudge, results: Mapping[str, CellSummary], altered: bool =
     """Return the claims of an experiment with their verdicts; cells of other experiments are ignored.
 
     Args:
-        altered: True if --steps or --text override the recipes; earlier verdicts and the power of pilot runs are then
-            left out.
+        altered: True if --steps or --text override the recipes; earlier verdicts are then left out.
     """
     experiment, entry, claims = to_judge
     own = {name: results[name] for name in entry.cells if name in results}
@@ -89,22 +87,10 @@ def judge(to_judge: ToJudge, results: Mapping[str, CellSummary], altered: bool =
             noun = experiment.replicate
             unmet = condition and _unmet(claim.check, condition, cells, noun)
             fields |= unmet or _judged_claim(claim.check, cells, noun, published)
-            if _piloted(claim, experiment, entry.scale) and not altered:
-                fields["finds"] = detectable(claim.check, entry.scale)
         if fields.get("verdict") == "no verdict" and not experiment.requests and not altered:
             fields["elsewhere"] = verdict_of_five(entry.scale, claim.same_as or f"{experiment.id}.{claim.id}")
         judged.append(JudgedClaim(**fields))
     return judged
-
-
-def _piloted(claim: Claim, experiment: Experiment, scale: str) -> bool:
-    """Return True if the cells of a claim have the width, layers and steps of the scale's pilot runs."""
-    for named, recipe in experiment.base.items():
-        if named == recipe == scale:
-            overlays = [overlay for cell in claim.cells for overlay in experiment.cells_at(named).get(cell, ())]
-            changed = {key for overlay in overlays for part in ("model", "train") for key in overlay.get(part, ())}
-            return not changed & {"width", "layers", "steps"}
-    return False
 
 
 def _judged_claim(check: Check, cells: Cells, noun: ReplicateKind, published: Published | None) -> dict[str, Any]:
