@@ -1,9 +1,10 @@
 """Compare the claims of packed results with those in the repository when their runs were trained.
 
-    python -m benchmarks.claims_in_history results/archive/tiny
+    python -m benchmarks.claims_in_history results/laptop
 
-For every claim, reads the experiment's file at the commit from which the earliest run of the claim's cells was trained
-(env.json of the run), and compares the check. Prints the number of claims by result and commit, and every claim that
+For every claim, reads the experiment's file at the commit from which the first run of the claim's cells was trained
+(env.json of the run), and compares the check. If the cells began at different times, as a baseline that experiments
+share, the commit is that of the cell which began last. Prints the number of claims by result and commit, and every claim that
 was missing from its commit or had another check. Requires a clone with its full history.
 """
 
@@ -21,9 +22,40 @@ from pydantic import TypeAdapter
 from sinklab.experiments.claims import Check, Claim
 from sinklab.experiments.sweep.packed import read_packed
 from sinklab.experiments.sweep.store import SweepManifest, read_manifests
+from sinklab.measuring.registry import OTHERS
 
 ROOT = Path(__file__).parents[1]
 CHECK = TypeAdapter(Check)
+EARLIER_KEYS = {"against": "scatter", "but": "without_families"}
+EARLIER_KINDS = {
+    "alike": "equal",
+    "alike_over_domains": "equal",
+    "alike_over_sizes": "equal",
+    "grows_with_size": "rising",
+}
+"""Keys and kinds of checks in commits before 2026-11-28."""
+
+
+def renamed(check: Any) -> Any:
+    """Return a check of an earlier commit with the present names, including the checks of `all`.
+
+    Three earlier kinds are now comparisons of two quantities, or of two steps: `peak_at` (earlier `stands_at`),
+    `precedes` and `appears`.
+    """
+    new = {EARLIER_KEYS.get(key, key): value for key, value in check.items()}
+    match new.get("is"):
+        case "peak_at" | "stands_at":
+            k = new.pop("position", None)
+            return {"at_least": 1.0, **new, "is": "greater", "value": f"sink_{k}", "than_value": f"{OTHERS}{k}"}
+        case "precedes":
+            first, then = new.pop("first", None), new.pop("then", None)
+            return {**new, "is": "greater", "value": then, "than_value": first}
+        case "appears":
+            return {**new, "is": "within", "value": "sink_1", "at_least": new.pop("rate", 10.0)}
+        case "all":
+            return {**new, "of": [renamed(part) for part in new["of"]]}
+        case kind:
+            return {**new, "is": EARLIER_KINDS.get(kind, kind)}
 
 
 def git(*arguments: str) -> str:
@@ -43,23 +75,24 @@ def checks_at(commit: str, experiment: str) -> dict[str, Any]:
 
 
 def compared(claim: Claim, manifest: SweepManifest, trained: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
-    """Compare a claim with the claim of the same id at the commit from which the first run of its cells was trained.
+    """Compare a claim with the claim of the same id at the commit from which the last of its cells began to be trained.
 
     Args:
         manifest: manifest of the claim's experiment.
         trained: start time and commit of each run, by hash.
 
     Returns:
-        The result (`same check`, `another check`, `not in that commit`, `no commit known`), and the commit.
+        The result (`same check`, `another check`, `not in that commit`, `not begun`), and the commit.
     """
-    hashes = {run for name in claim.cells if name in manifest.cells for run in manifest.cells[name].hashes.values()}
-    first = min((trained[run] for run in hashes if run in trained), default=("", ""))
+    cells = [manifest.cells[name].hashes.values() for name in claim.cells if name in manifest.cells]
+    begun = [[trained[run] for run in hashes if run in trained] for hashes in cells]
+    first = max(map(min, begun)) if begun and all(begun) else ("", "")
     if not first[1]:
-        return "no commit known", ""
+        return "not begun", ""
     checks = checks_at(first[1], manifest.experiment.id)
     if claim.id not in checks:
         return "not in that commit", first[1]
-    same = checks[claim.id] is not None and CHECK.validate_python(checks[claim.id]) == claim.check
+    same = checks[claim.id] is not None and CHECK.validate_python(renamed(checks[claim.id])) == claim.check
     return "same check" if same else "another check", first[1]
 
 

@@ -1,6 +1,6 @@
 """Verdicts on the claims of packed results if training had ended one or two evaluations earlier.
 
-    python -m benchmarks.verdict_stability results/archive/tiny
+    python -m benchmarks.verdict_stability results/laptop
 
 Unpacks the runs into a temporary folder, removes the last evaluations of each run, and judges every claim again. Prints
 the number of verdicts that change, and each of them. Quantities that are measured once at the end of a run (kurtosis,

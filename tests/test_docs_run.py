@@ -43,7 +43,6 @@ INSTEAD = {
     "runs/tiny-HASH": "runs/k",
     "report runs/lab": "report runs/k",
     "mine.yaml": "mine.yaml --out runs/mine",  # a pack of runs/tiny lacks sweeps on another text
-    "reproduce all --packed": "reproduce table_2 --packed",
     "train laptop": "train tiny",
     "runs/laptop": "runs/tiny",
 }
@@ -71,12 +70,14 @@ NOT_RUN = {
     "train 60m --set ": "days, and a corpus from the network",
     "parity ": "needs a server: tests/assessing/test_parity.py",
     "reproduce laptop_mitigations --packed ": "five core-hours: tests/experiments",
-    "reproduce all --scale ": "hundreds of runs, two of them on a cluster: tests/experiments",
+    "reproduce all": "hundreds of runs, two of them on a cluster: tests/experiments",
+    "reproduce table_2 --scale 60m": "needs GPUs",
 }
 """Beginnings of commands that are not run, and why not."""
 
 SLOW = (
-    *("reproduce table", "reproduce figure", "reproduce poly", "reproduce all", "reproduce mine"),
+    *("reproduce table", "reproduce figure", "reproduce poly", "reproduce mine"),
+    *("reproduce main_results", "reproduce laptop_decay"),
     *("verify", "report runs/tiny", "report runs/laptop", "experiments"),
 )
 """Beginnings of commands that take longer than some seconds; the examples of the help count as such, too."""
@@ -179,7 +180,7 @@ def test_the_slow_commands_of_a_page_run(page: str, desk: Run) -> None:
         for seed, step in product(range(1, 6), (1000, 16000, 143000)):
             shutil.copytree("TinyStories-656K", f"seed{seed}/step{step}")
     if page == "help":
-        called(desk, words("report runs/tiny --pack results/archive/tiny"))
+        called(desk, words("report runs/tiny --pack results/laptop"))
     for command in run_here()[page]:
         called(desk, words(command))
 

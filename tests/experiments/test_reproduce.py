@@ -192,7 +192,7 @@ def test_runs_in_emulated_bf16_are_preceded_by_a_warning(
     base = Path("small.yaml")
     base.write_text(base.read_text().replace("fp32", "bf16"))
     monkeypatch.setattr(shipped, "experiment_ids", lambda: ["mine.yaml"])
-    for arguments in (["mine.yaml", "--dry-run"], ["mine.yaml"], ["all"]):
+    for arguments in (["mine.yaml", "--dry-run"], ["mine.yaml"], ["all", "--scale", "tiny"]):
         status, _, err = run("reproduce", *arguments, *OPTIONS, "--seeds", 1)
         assert status == 0
         assert err.count("this CPU has no instructions for it: training takes many times as long") == (not native)
@@ -298,6 +298,8 @@ def nothing(out: Path) -> None:
     [
         (["tabel_4"], nothing, "did you mean table_4"),
         (["emergence", "--scale", "60m"], nothing, "emergence has no scale '60m'; it has: tiny"),
+        (["main_results", "table_4"], nothing, "main_results has laptop; table_4 has tiny, mini, small, 60m. Run them"),
+        (["table_4", "--scale", "laptop"], nothing, "laptop: sinklab reproduce main_results laptop_biases"),
         (
             ["all", "--scale", "huge"],
             nothing,
@@ -353,3 +355,10 @@ def test_too_little_validation_text_is_refused_before_a_run_begins(run: Run, tmp
     assert status == 2
     assert err.count("the validation text has") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_table_without_the_main_scale_names_the_experiments_that_have_it(run: Run) -> None:
+    status, out, said = run("reproduce", "table_4", "--dry-run", "--json", "--steps", 2)
+    assert (status, len(json.loads(out)["cells"])) == (0, 6)
+    assert "The statements of table_4 at the main scale, laptop: sinklab reproduce main_results laptop_biases" in said
+    assert shipped.counterparts("laptop_biases", "laptop") == shipped.counterparts("optimisers", "laptop") == []

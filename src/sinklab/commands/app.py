@@ -336,7 +336,7 @@ def verify(
 ) -> None:
     """Verify packed results: checksums, run hashes, dates of claims, summary and README; optionally retrain some runs.
 
-    Example: sinklab verify results/archive/tiny --retrain 2
+    Example: sinklab verify results/laptop --retrain 2
 
     A retrained run must match bit for bit if it has the recorded processor, device, Python and torch versions, number
     of threads and compilation of the loss. Otherwise, its first validation loss after step 0 and its last must match

@@ -104,8 +104,8 @@ MOST_SEEDS = 1000
 """Maximum number of replicates per cell, so that a mistyped number is rejected before the sweep is planned."""
 
 
-DEFAULT_SCALE = "tiny"
-"""Scale of experiments that have several, unless --scale is passed."""
+DEFAULT_SCALE = "laptop"
+"""Scale of the main results, and of `reproduce all` unless --scale is passed."""
 
 
 class ReproduceSettings(CommandSettings, frozen=True):
@@ -116,7 +116,7 @@ class ReproduceSettings(CommandSettings, frozen=True):
     scale: Annotated[str | None, Flag(metavar="NAME")] = Field(
         default=None,
         description="Models to train: tiny, mini, laptop, lab, small, 60m, 1b, backcopy or trigger_average; default: "
-        "the experiment's only scale, else tiny.",
+        "the first that all named experiments have; of all, laptop.",
     )
     seeds: int | None = Field(
         default=None,

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from sinklab.commands.options import MOST_SEEDS, Json, ReproduceSettings, option, print_result, with_options
+from sinklab.commands.options import (
+    DEFAULT_SCALE,
+    MOST_SEEDS,
+    Json,
+    ReproduceSettings,
+    option,
+    print_result,
+    with_options,
+)
 from sinklab.commands.terminal import JobProgress, print_text, stderr
 from sinklab.errors import InputError
 from sinklab.files import RUNS
@@ -119,8 +127,11 @@ def reproduce(
         return
     from sinklab.commands.reproducing import check_chats, look_ahead, train_experiments
 
-    if settings.scale is None and len(found[0].base) == 1:
-        settings = settings.model_copy(update={"scale": next(iter(found[0].base))})
+    if settings.scale in (None, DEFAULT_SCALE):
+        for line in at_main_scale(found):
+            print_text(line, stderr())
+    if settings.scale is None:
+        settings = settings.model_copy(update={"scale": common_scale(found)})
     if settings.data is not None or not settings.dry_run:
         check_chats(found, settings.data)
     if settings.dry_run or ALL in names:
@@ -168,6 +179,28 @@ def named_experiments(names: Sequence[str], settings: ReproduceSettings) -> "lis
             option = f"{option_name(ReproduceSettings, name)}{f' {value}' if isinstance(value, str) else ''}"
             raise InputError(f"{option} applies to training, and {measures[True]} trains no model: remove it")
     return list(found.values())
+
+
+def common_scale(experiments: "Sequence[Experiment]") -> str:
+    """Return the first scale that all experiments have; InputError if they have none in common."""
+    first, *others = experiments
+    for scale in first.base:
+        if all(scale in one.base for one in others):
+            return scale
+    own = [f"{one.id} has {', '.join(one.base)}" for one in experiments]
+    raise InputError(f"these experiments have no scale in common: {'; '.join(own)}. Run them in separate commands")
+
+
+def at_main_scale(experiments: "Sequence[Experiment]") -> list[str]:
+    """Return a line for each experiment whose statements others test at the main scale, which it lacks."""
+    from sinklab.experiments.shipped import counterparts
+
+    others = {one.id: counterparts(one.id, DEFAULT_SCALE) for one in experiments}
+    return [
+        f"The statements of {name} at the main scale, {DEFAULT_SCALE}: sinklab reproduce {' '.join(found)}"
+        for name, found in others.items()
+        if found
+    ]
 
 
 MODELS = {

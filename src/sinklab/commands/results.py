@@ -382,7 +382,10 @@ def print_experiments(found: Sequence[ListedExperiment], console: Console) -> No
         console.print(question, soft_wrap=True)
     console.print()
     _print_estimates([costs for _, costs in found], console)
-    note = "Experiments without times measure existing models. Details of an experiment: sinklab experiments ID"
+    note = (
+        "Scales with more than a year (> 1 y) are for GPUs. Experiments without times measure existing models. Details "
+        "of an experiment: sinklab experiments ID"
+    )
     console.print(note, highlight=False)
 
 

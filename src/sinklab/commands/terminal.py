@@ -181,7 +181,7 @@ def elapsed(seconds: float) -> str:
 
 
 def short_duration(seconds: float) -> str:
-    """Format a duration in one unit, for tables: `40 s`, `5 min`, `3.3 h`, `2.3 d`, `136 d`, `1.4 y`, `> 999 y`."""
+    """Format a duration in one unit, for tables: `40 s`, `5 min`, `3.3 h`, `2.3 d`, `136 d`, `> 1 y`."""
     if seconds < 3570:
         return duration(seconds)
     if seconds < 23.95 * 3600:
@@ -189,9 +189,7 @@ def short_duration(seconds: float) -> str:
     elif seconds < 364.5 * 86400:
         value, unit = seconds / 86400, "d"
     else:
-        value, unit = seconds / YEAR, "y"
-    if value > 999:
-        return f"> 999 {unit}"
+        return "> 1 y"
     return f"{value:.1f} {unit}" if value < 9.95 else f"{value:.0f} {unit}"
 
 

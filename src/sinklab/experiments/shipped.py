@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from sinklab.errors import InputError
 from sinklab.experiments.claims import Claim
 from sinklab.experiments.definition import Experiment, Scale
+from sinklab.experiments.paper import paper_coverage
 from sinklab.experiments.sweep.preview import Pace, operations, pace_here
 from sinklab.files import parse_yaml
 from sinklab.train.recipe import build_recipe, recipe_values
@@ -55,6 +56,21 @@ def load_experiment(name: str) -> Experiment:
     beside = {scale: file.parent / base for scale, base in experiment.base.items() if base.endswith(FILE)}
     found = {scale: str(path) for scale, path in beside.items() if path.is_file()}
     return experiment.model_copy(update={"base": {**experiment.base, **found}})
+
+
+def counterparts(name: str, scale: str) -> list[str]:
+    """Return the experiments at a scale that encode statements of the same tables and figures as experiment `name`.
+
+    The result is empty if experiment `name` has the scale itself, or encodes none of the paper's tables and figures.
+    """
+    parts = [
+        {claim.partition(".")[0] for claim in part.claims}
+        for key, part in paper_coverage().items()
+        if key.startswith(("table_", "figure_"))
+    ]
+    others = {other for part in parts if name in part for other in part}
+    found = {other for other in others if scale in load_experiment(other).base}
+    return [] if name in found else [other for other in experiment_ids() if other in found]
 
 
 def _explain(error: ValidationError) -> list[str]:

@@ -208,7 +208,7 @@ def check_fits(recipe: Recipe, world: World) -> None:
 def most_at_once(recipes: Sequence[Recipe], devices: int = 1) -> int | None:
     """Return how many of the runs fit at once into the total memory, by `memory_estimate`; at least one per device.
 
-    Unknown vocabulary sizes count as 0. The result is None if the total memory is unknown.
+    Unknown vocabulary sizes count as 1. The result is None if the total memory is unknown.
 
     Args:
         recipes: recipes of the runs, all with the same `train.device`; at least one.
@@ -220,7 +220,7 @@ def most_at_once(recipes: Sequence[Recipe], devices: int = 1) -> int | None:
         return None
     needed = 1
     for recipe in recipes:
-        estimate = memory_estimate(_resolved(recipe, device, known_vocabulary(recipe.data) or 0))
+        estimate = memory_estimate(_resolved(recipe, device, known_vocabulary(recipe.data) or 1))
         needed = max(needed, sum(estimate.values()))
     return devices * max(1, have // needed)
 
