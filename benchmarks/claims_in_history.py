@@ -54,8 +54,9 @@ def renamed(check: Any) -> Any:
             return {**new, "is": "within", "value": "sink_1", "at_least": new.pop("rate", 10.0)}
         case "all":
             return {**new, "of": [renamed(part) for part in new["of"]]}
-        case kind:
+        case str(kind):
             return {**new, "is": EARLIER_KINDS.get(kind, kind)}
+    return new
 
 
 def git(*arguments: str) -> str:
