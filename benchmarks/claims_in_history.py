@@ -4,8 +4,8 @@
 
 For every claim, reads the experiment's file at the commit from which the first run of the claim's cells was trained
 (env.json of the run), and compares the check. If the cells began at different times, as a baseline that experiments
-share, the commit is that of the cell which began last. Prints the number of claims by result and commit, and every claim that
-was missing from its commit or had another check. Requires a clone with its full history.
+share, the commit is that of the cell which began last. Prints the number of claims by result and commit, and every
+claim that was missing from its commit or had another check. Requires a clone with its full history.
 """
 
 import argparse

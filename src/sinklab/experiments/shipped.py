@@ -70,7 +70,7 @@ def counterparts(name: str, scale: str) -> list[str]:
     ]
     others = {other for part in parts if name in part for other in part}
     found = {other for other in others if scale in load_experiment(other).base}
-    return [] if name in found else [other for other in experiment_ids() if other in found]
+    return [] if name in found else sorted(found, key=lambda other: load_experiment(other).rank)
 
 
 def _explain(error: ValidationError) -> list[str]:
