@@ -137,6 +137,8 @@ def test_an_earlier_tuning_with_other_settings_or_conversations_is_refused(tmp_p
 
 
 def test_all_experiments_include_those_that_tune_only_with_conversations() -> None:
-    without = {one.id for one in named_experiments(["all"], ReproduceSettings())}
-    with_chats = {one.id for one in named_experiments(["all"], ReproduceSettings(data=Path("chats.jsonl")))}
+    without = {one.id for one in named_experiments(["all"], ReproduceSettings(scale="tiny"))}
+    with_chats = {
+        one.id for one in named_experiments(["all"], ReproduceSettings(scale="tiny", data=Path("chats.jsonl")))
+    }
     assert with_chats - without == {"figure_30"}
