@@ -31,7 +31,7 @@ COLUMNS = {
     "Sink_1, %": ("sink_1", 0),
     "sink on the bias, %": ("sink_bias", 0),
     "dormant share, %": ("dormant_share", 0),
-    "value norm of the first token": ("value_norm_ratio", 2),
+    "value norm, first token / others": ("value_norm_ratio", 2),
     "loss, nats": ("valid_loss", 3),
 }
 """Quantity and decimals of the columns of the table."""
