@@ -15,7 +15,10 @@ from sweeps import EXPERIMENT, write_experiment
 from sinklab.commands import reproducing
 from sinklab.experiments import shipped
 from sinklab.experiments.documents import SUMMARY
+from sinklab.experiments.sweep.preview import Pace, operations, preview
+from sinklab.experiments.sweep.store import SweepCell, SweepPlan
 from sinklab.train.lock import LOCK, lock_run
+from sinklab.train.recipe import load_recipe
 
 OTHER = """
 id: other
@@ -181,6 +184,14 @@ def test_a_dry_run_says_what_is_to_be_done_and_writes_nothing(run: Run) -> None:
     assert [cell["done"] for cell in ahead["cells"]] == [1, 1, 1]
     assert ahead["hours"] > 0
     assert ahead["estimated"] == "estimated from the finished runs in the directory of the sweep"
+
+
+def test_a_dry_run_counts_the_hours_of_every_missing_run_of_cells_with_the_same_recipe() -> None:
+    recipe = load_recipe("tiny")
+    cells = {name: SweepCell(recipe, {}, range(seeds), False) for name, seeds in (("softmax", 2), ("again", 4))}
+    plan = SweepPlan(cells, [(name, seed) for name, cell in cells.items() for seed in cell.seeds])
+    found = preview(plan, [], "local", Pace(operations(recipe) / 3600, "one run an hour"), 1)
+    assert (found.runs, found.missing, found.hours) == (4, 4, pytest.approx(4.0))
 
 
 @pytest.mark.parametrize("native", one_in(2, [False, True]))

@@ -220,7 +220,6 @@ def test_an_empty_or_missing_directory_says_what_was_looked_for(tmp_path: Path, 
     "text",
     [
         "a: [1",
-        "train: &all {steps: *all}",
         "name: [tiny]",
         "name: 5",
         "train: {steps: many}",

@@ -14,7 +14,7 @@ from report_fixtures import HOSTILE, make_lab, make_measurement, make_run
 from sinklab.errors import InputError
 from sinklab.measuring.findings import Ablation, Propositions
 from sinklab.measuring.measurement import Measurement
-from sinklab.report.page import content_policy, json_for_script, write_report
+from sinklab.report.page import content_policy, write_report
 
 
 class Page(HTMLParser):
@@ -142,13 +142,6 @@ def test_a_hostile_name_is_shown_as_text(tmp_path: Path, kind: str) -> None:
     ] * 3
     assert "alert(1)" in page.text
     assert "<script>alert" not in text
-
-
-def test_json_inside_a_script_element_holds_no_markup() -> None:
-    document = {"name": "</script><!-- & \u2028"}
-    text = json_for_script(document)
-    assert not set(text) & set("<>&\u2028")
-    assert json.loads(text) == document
 
 
 def test_a_run_in_progress_gets_a_report(tmp_path: Path) -> None:

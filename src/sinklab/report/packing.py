@@ -286,10 +286,13 @@ def _glance(summary: Summary) -> Table | None:
         for part in line.parts:
             claim = part.claim
             kind = "" if claim.analysis == "confirmatory" else f", {claim.analysis}"
-            ours.append("; ".join(f"{cell} {text}" for cell, text in part.ours) or claim.evidence)
+            texts = "; ".join(f"{cell} {text}" for cell, text in part.ours)
+            ours.append(f"{part.quantity}: {texts}" if texts else claim.evidence)
             beside = f"; by mean importance: {other}" if (other := claim.changed_by_importance) else ""
             verdicts.append(f"{claim.shown_verdict} at {claim.scale} ({claim.experiment}.{claim.id}{kind}{beside})")
         said, values = line.statement, "\n".join(dict.fromkeys(ours))
         rows.append((str(line.number), said.says, said.paper, values, "\n".join(verdicts), said.caveat))
-    columns = names("", "statement", "the paper (% of heads)", "our values, every seed", "verdict", "caveat")
+    columns = names(
+        "", "statement", "the paper (% of heads unless stated)", "our values, every seed", "verdict", "caveat"
+    )
     return Table("The paper at a glance", columns, rows) if rows else None

@@ -1,8 +1,8 @@
 """Render the report as one self-contained HTML file, and export its charts.
 
 The charts are drawn in the browser by Vega, whose code is embedded once. Names and texts come from models and files and
-are not trusted: Jinja2 escapes them in the page, `json_for_script` escapes them in the data, Vega draws them as text,
-and the page's content security policy allows only the scripts whose hashes it lists.
+are not trusted: Jinja2 escapes them in the page and in the data, Vega draws them as text, and the page's content
+security policy allows only the scripts whose hashes it lists.
 
 Chart files are SVG and PDF for papers, and PNG for slides. A marker near the end of each file identifies it as written
 by sinklab: a comment in SVG and PDF, a text chunk in PNG.
@@ -10,7 +10,6 @@ by sinklab: a comment in SVG and PDF, a text chunk in PNG.
 
 import base64
 import hashlib
-import json
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 
 import vl_convert as vlc
 import yaml
+from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 import sinklab
@@ -171,10 +171,10 @@ def render(data: ReportData, page: Path, written: datetime | None) -> str:
         folded=every_change,
         leading=leading,
         explorers=explored,
-        explored=Markup(json_for_script([one.data for one in explored])),
+        explored=htmlsafe_json_dumps([one.data for one in explored], allow_nan=False, separators=(",", ":")),
         swatches=theme.colours(data.cells),
         figures=others,
-        charts=Markup(json_for_script({"config": theme.config(), "specs": specs})),
+        charts=htmlsafe_json_dumps({"config": theme.config(), "specs": specs}, allow_nan=False, separators=(",", ":")),
         scripts=[Markup(script) for script in scripts],
         style=Markup("".join(template_text(f"{name}.css") for name in ("report", "experiments", "explore"))),
         policy=content_policy(scripts),
@@ -283,16 +283,6 @@ def vega_bundle() -> str:
             write_text(cache_folder() / name, bundle)
     assert "</script" not in bundle.lower(), "the bundle would end its own script element"
     return bundle
-
-
-def json_for_script(document: object) -> str:
-    """Serialize to JSON that is safe inside a script element: characters with a meaning in HTML are escaped.
-
-    Raises:
-        ValueError: if the document contains NaN or an infinite number.
-    """
-    text = json.dumps(document, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def content_policy(scripts: list[str]) -> str:

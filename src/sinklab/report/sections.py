@@ -26,6 +26,7 @@ from sinklab.experiments.documents import (
     verdict_counts,
 )
 from sinklab.experiments.paper import PaperStatement, statements
+from sinklab.experiments.quantities import quantity
 from sinklab.experiments.verdicts.wording import number, unit
 from sinklab.measuring.registry import BOARD, METRICS
 from sinklab.report.charts import Figure, scatter
@@ -37,7 +38,6 @@ from sinklab.report.sweeps import (
     grid_tables,
     later_sink_of,
     paper_models,
-    quantity_of,
     value_text,
 )
 from sinklab.tables import SINK_1, PlotAxis, Table, TableCell, TableColumn, Value, counted, table_of
@@ -74,6 +74,11 @@ class GlancePart:
     ours: Sequence[tuple[str, str]]
     key: str
 
+    @property
+    def quantity(self) -> str:
+        """Name of the quantity that `ours` has; empty if `ours` is."""
+        return quantity(self.claim.quantity).label if self.ours and self.claim.quantity else ""
+
 
 @dataclass(frozen=True)
 class GlanceLine:
@@ -107,7 +112,7 @@ def _numbers_by_seed(summary: Summary, claim: JudgedClaim) -> list[tuple[str, st
     """
     if not claim.quantity:
         return []
-    shown, texts = quantity_of(claim.quantity), []
+    shown, texts = quantity(claim.quantity), []
     for name in claim.cells:
         runs = summary.cell(claim.experiment, name).runs
         values = [run.values.get(shown.name, math.inf) for run in runs if shown.name in {*run.values, *run.never}]
@@ -235,7 +240,7 @@ def experiment_sections(sweeps: Sequence[Sweep], page: Path) -> list[ExperimentS
 def _cell_section(
     sweep: Sweep, experiment: ExperimentSummary, name: str, cell: CellSummary, page: Path
 ) -> dict[str, Any]:
-    metrics = [quantity_of(one) for one in experiment.columns]
+    metrics = [quantity(one) for one in experiment.columns]
     columns: list[tuple[TableColumn, Callable[[CellRun], Value]]] = [
         (TableColumn(experiment.replicate.capitalize(), text=True), lambda run: str(run.seed)),
         (

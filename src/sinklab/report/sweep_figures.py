@@ -14,12 +14,13 @@ import polars as pl
 
 from sinklab.experiments.documents import CellRun, CellSummary, ExperimentSummary
 from sinklab.experiments.paper import statements
+from sinklab.experiments.quantities import quantity
 from sinklab.experiments.verdicts.wording import number
 from sinklab.measuring.registry import METRICS, Evaluation, Metric
 from sinklab.report.charts import STEPS, Drawing, Figure, dots, lines, scatter
 from sinklab.report.data import ReportedRun, run_table
 from sinklab.report.html import caption
-from sinklab.report.sweeps import Sweep, quantity_of
+from sinklab.report.sweeps import Sweep
 from sinklab.tables import NOTHING, SINK_1, PlotAxis, Table, TableColumn, names
 
 OTHER_MODELS = "other models"
@@ -92,7 +93,7 @@ def experiment_figures(sweep: Sweep, name: str, key: str, page: Path) -> list[Fi
     asked = {*experiment.columns, *(claim.quantity for claim in sweep.summary.claims_of(name))}
     made = [_numbers(sweep, experiment, cells, key, page)]
     if chart := quantity_scatter(cells, experiment):
-        first, second = (quantity_of(one).shown for one in experiment.against)
+        first, second = (quantity(one).shown for one in experiment.against)
         many = f"{experiment.replicate}s"
         about = f"Each point is a model: the median over {many}. Bars extend from the minimum to the maximum."
         made.append(Figure(f"{key}-against", f"{experiment.title}: {second} versus {first}", about, [chart]))
@@ -137,7 +138,7 @@ def _numbers(
     varied, labels = cell_order(list(cells)) or (None, {cell: cell for cell in cells})
     drawn: list[Drawing] = []
     bounds = False
-    for metric in map(quantity_of, experiment.columns):
+    for metric in map(quantity, experiment.columns):
         seeds, middles = _points(sweep, {cell: cells[cell] for cell in labels}, metric.name, page)
         if not middles:
             continue
@@ -186,7 +187,7 @@ def quantity_scatter(cells: dict[str, CellSummary], experiment: ExperimentSummar
     """
     if len(experiment.against) != 2:
         return None
-    across, up = (quantity_of(name) for name in experiment.against)
+    across, up = (quantity(name) for name in experiment.against)
     rows = [
         {
             "model": name.rpartition("/")[0] or name,
@@ -230,7 +231,7 @@ def _forest(sweep: Sweep, key: str, page: Path) -> Figure | None:
     for place, statement in enumerate(said, 1):
         if not (wanted := statement.number):
             continue
-        label, of = f"{place} {statement.says}", quantity_of(wanted.value)
+        label, of = f"{place} {statement.says}", quantity(wanted.value)
         cell = summary.cell(claims[place][0].experiment, wanted.cell) if claims[place] else CellSummary(seeds=0)
         found = _points(sweep, {label: cell.model_copy(update={"values": {}})}, wanted.value, page)
         seeds, middles = seeds + found[0], middles + found[1]

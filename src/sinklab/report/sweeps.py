@@ -167,14 +167,6 @@ def origins(sweeps: Sequence[Sweep]) -> list[tuple[str, str]]:
     return [(title, text) for title, text in facts.items() if text]
 
 
-def quantity_of(name: str) -> Metric:
-    """Return a quantity by name; an unknown name is used as a label, with no unit and three decimals."""
-    try:
-        return quantity(name)
-    except ValueError:
-        return Metric(name, name, "", 3)
-
-
 def value_text(value: object) -> str:
     """Format a recipe value as in `--set KEY=VALUE`; floats are rounded to six significant digits."""
     return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
@@ -194,7 +186,7 @@ def experiment_table(experiment: ExperimentSummary, cells: Mapping[str, CellSumm
     paper = {cell: experiment.published.get(cell, {}) for cell in cells}
     in_paper = {name for numbers in paper.values() for name in numbers}
     shown = [
-        quantity_of(one)
+        quantity(one)
         for one in experiment.columns
         if one in in_paper or any(cell.estimate(one) for cell in cells.values())
     ]
@@ -228,7 +220,7 @@ def grid_tables(experiment: ExperimentSummary, cells: Mapping[str, CellSummary])
     own, *changes = experiment.axes.values()
     combinations = list(product(*changes))
     made = []
-    for shown in map(quantity_of, experiment.columns):
+    for shown in map(quantity, experiment.columns):
         form = f",.{shown.decimals}f"
         columns = [*names("Cell"), *(TableColumn(", ".join(one), form=form) for one in combinations)]
         found = {name: _estimate(cell, shown) for name, cell in cells.items()}
@@ -259,7 +251,7 @@ def paper_models(experiment: ExperimentSummary) -> Table | None:
     printed = list(dict.fromkeys((cell, name) for row in found.values() for cell in row for name in row[cell]))
     if not printed:
         return None
-    labels = [f"{cell}, {quantity_of(name).label}" for cell, name in printed]
+    labels = [f"{cell}, {quantity(name).label}" for cell, name in printed]
     columns = [*names("Model"), *(TableColumn(label, form=",.2f") for label in labels)]
     rows = [[model, *(row.get(cell, {}).get(name) for cell, name in printed)] for model, row in found.items()]
     return Table("The paper’s values by model", columns, rows)

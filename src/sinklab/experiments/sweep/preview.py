@@ -131,14 +131,16 @@ def preview(
     missing = [key for key in runs if key not in recorded]
     same = {name: cell.recipe.model_dump_json(exclude={"name"}) for name, cell in plan.cells.items()}
     first: dict[str, str] = {}
-    cells, left = [], 0.0
+    cells: list[CellPreview] = []
+    hours_of: dict[str, float] = {}
     for name, cell in plan.cells.items():
         own = {keys[name, seed] for seed in cell.seeds}
         hours = None if pace is None else operations(cell.recipe) / pace.operations_per_second / 3600
         other = first.setdefault(same[name], name)
-        left += (hours or 0.0) * len(own & set(missing)) * (other == name)
+        hours_of |= dict.fromkeys(own, hours or 0.0)
         done = len(own & recorded)
         cells.append(CellPreview(name, cell.change, len(cell.seeds), done, hours, "" if other == name else other))
+    left = sum(hours_of[key] for key in missing)
     whole = None if pace is None or jobs is None else left / max(1, min(jobs, len(missing), jobs_here()))
     return Preview(cells, len(runs), len(missing), engine, jobs, whole, pace.estimated if pace else "")
 
