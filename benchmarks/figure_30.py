@@ -16,7 +16,7 @@ from statistics import fmean, median
 from sinklab.experiments.sweep.packed import RUNS, is_packed, read_packed
 from sinklab.files import parse_yaml
 from sinklab.train.recipe import load_recipe
-from sinklab.tuning.tuned_directory import SFT, UPDATES, TuneEvaluation, TuneUpdate, load_tuning, read_rows
+from sinklab.tuning.tuned_directory import SFT, UPDATES, TuneEvaluation, TuneUpdate, load_tuning
 
 SETTLED = 13
 """Number of updates of the first epoch, whose gradient norms are excluded from `Tuned.settled`."""
@@ -67,7 +67,8 @@ def read_tuned(folder: Path, seeds: Mapping[str, int]) -> Tuned:
     if tuning.base is None or tuning.chat is None:
         raise SystemExit(f"{folder} has no complete tuning run: resume it with `sinklab sft`")
     seed = seeds[folder.name]
-    norms = [row.grad_norm for row in read_rows(folder / UPDATES, TuneUpdate)]
+    updates = (folder / UPDATES).read_text(encoding="utf-8").splitlines()
+    norms = [TuneUpdate.model_validate_json(row).grad_norm for row in updates]
     return Tuned(folder.name.rpartition("-")[0], seed, tuning.base, tuning.chat, norms)
 
 

@@ -44,7 +44,6 @@ KEYS = {
     "request.json": {"model", "dtype", "inputs"},
     "domains.json": {"schema", "domains"},
     "comparison.json": {"schema", "rows"},
-    "families.json": {"schema", "models"},
     "checkpoints.json": {"schema", "checkpoints"},
     "assessment.json": {"schema", "asked", "skipped"},
     "parity.json": {"schema", "server", "prompts"},
@@ -164,13 +163,6 @@ def _kind(path: Path) -> str:
 T = TypeVar("T")
 AnyModel = TypeVar("AnyModel", bound="BaseModel")
 
-MOST_VALUES = 10_000
-"""Maximum number of values in a YAML document, counting every use of an alias. Recipes have fewer than 1,000."""
-
-SHALLOW = 500
-"""Longest line plus number of brackets up to which a YAML document is read by the loader in C: it cannot be nested
-more deeply than that."""
-
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # full disk, exceeded quota, file above the size limit
 
 
@@ -245,10 +237,10 @@ def parse_json(text: str) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-class _UniqueKeys:
-    """Base of YAML loaders that raise an error if a mapping repeats a key; PyYAML would use the last value.
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # in C: ten times as fast
+    """Loader that raises an error if a mapping repeats a key; PyYAML would use the last value.
 
-    Merge keys (`<<`) are errors too: PyYAML copies what they merge, which takes exponential time if they are nested.
+    Merge keys (`<<`) are errors too, since PyYAML does not tell the keys that they add from repeated ones.
     """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -262,50 +254,21 @@ class _UniqueKeys:
                     message = f"the key {key.value} is repeated"
                     raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
                 seen.add(key.value)
-        return super().construct_mapping(node, deep)  # type: ignore[misc]
-
-
-class _Loader(_UniqueKeys, yaml.SafeLoader):
-    """Loader in Python."""
-
-
-_InC: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-class _FastLoader(_UniqueKeys, _InC):
-    """Loader in C, about ten times as fast, if PyYAML has it. Deep nesting crashes it."""
-
-
-def _load_yaml(text: str) -> Any:
-    """Load YAML with the loader in C if the text cannot be deeply nested; errors are those of the one in Python."""
-    if max(map(len, text.splitlines()), default=0) + text.count("[") + text.count("{") <= SHALLOW:
-        with suppress(yaml.YAMLError, ValueError):
-            return yaml.load(text, _FastLoader)
-    return yaml.load(text, _Loader)
+        return super().construct_mapping(node, deep)
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse untrusted text like `yaml.safe_load`.
+    """Parse text like `yaml.safe_load`.
 
     Raises:
-        ValueError: if the text is not YAML, repeats a key, has a merge key, is nested too deeply, or has more than
-            `MOST_VALUES` values, for example because an alias contains itself.
+        ValueError: if the text is not YAML, repeats a key, or has a merge key.
     """
     try:
-        document = _load_yaml(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         where = mark and problem and f"{problem}, line {mark.line + 1}, column {mark.column + 1}"
         raise ValueError(where or cause(error)) from error
-    waiting, seen = [document], 0
-    while waiting:
-        value, seen = waiting.pop(), seen + 1
-        if seen > MOST_VALUES:
-            raise ValueError(f"it has more than {MOST_VALUES:,} values, counting every use of an alias")
-        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return document
 
 
 def read_mapping(path: Path, remedy: str) -> dict[str, Any]:

@@ -126,7 +126,6 @@ def test_train_measure_and_report_from_text_to_page(run: Run, text: Path, tmp_pa
             "cannot access home/model: Permission denied. Make it",
         ),
         (OSError(40, "Too many levels of symbolic links", "loop"), "cannot access loop: Too many levels"),
-        (RuntimeError("Could not determine home directory."), "there is no such home directory"),
     ],
 )
 def test_a_path_that_cannot_be_accessed_ends_in_a_sentence(

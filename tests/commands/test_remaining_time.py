@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from sinklab.commands.results import busy_line
-from sinklab.commands.terminal import RunDisplay, duration, short_duration
+from sinklab.commands.terminal import RunDisplay, duration
 from sinklab.experiments.sweep.engine import Event
 
 STEPS, EVAL_EVERY = 100, 10
@@ -144,23 +144,6 @@ def test_a_line_that_is_piped_is_not_broken_at_the_width_of_a_terminal() -> None
 )
 def test_durations_are_said_as_people_say_them(seconds: float, said: str) -> None:
     assert duration(seconds) == said
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [
-        (59, "59 s"),
-        (43 * 60, "43 min"),
-        (3570, "1.0 h"),
-        (3600 * 3.28, "3.3 h"),
-        (3600 * 23.9, "24 h"),
-        (200000, "2.3 d"),
-        (86400 * 136, "136 d"),
-        (86400 * 511, "> 1 y"),
-    ],
-)
-def test_durations_of_a_table_have_one_unit(seconds: float, said: str) -> None:
-    assert short_duration(seconds) == said
 
 
 def test_a_dry_run_says_if_the_machine_is_busy() -> None:

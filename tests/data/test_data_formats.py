@@ -208,18 +208,10 @@ def test_a_file_without_a_usable_row_is_refused_by_name(tmp_path: Path, name: st
     assert str(tmp_path / name) in str(refused.value)
 
 
-ENCODINGS = {"utf-16-le": "UTF-16LE", "utf-16-be": "UTF-16BE", "utf-32-le": "UTF-32LE", "utf-32-be": "UTF-32BE"}
-
-
-@pytest.mark.parametrize("text", ["It was a dark night. " * 50, "日本語の一つの文章です。\n" * 50])
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_a_text_in_another_encoding_without_bom_is_refused_with_its_name(
-    tmp_path: Path, encoding: str, text: str
-) -> None:
-    for name, content in (("a.txt", text), ("a.jsonl", json_lines([{"text": text}]).decode())):
-        (tmp_path / name).write_bytes(content.encode(encoding))
-        with pytest.raises(InputError, match=f"contains NUL characters: .*-f {ENCODINGS[encoding]} -t UTF-8"):
-            list(documents(str(tmp_path / name)))
+def test_utf_16_without_bom_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("It was a dark night. ".encode("utf-16-le"))
+    with pytest.raises(InputError, match=r"contains NUL characters: .* \(iconv -f UTF-16LE -t UTF-8\)"):
+        list(documents(str(tmp_path / "a.txt")))
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
@@ -230,7 +222,7 @@ def test_a_byte_order_mark_gives_the_encoding(tmp_path: Path, encoding: str) -> 
 
 def test_a_single_nul_character_is_no_encoding(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"a log that was damaged\0 in one place")
-    with pytest.raises(InputError, match="so it is damaged or not text"):
+    with pytest.raises(InputError, match="it is damaged, not text, or UTF-16"):
         list(documents(str(tmp_path / "a.txt")))
 
 

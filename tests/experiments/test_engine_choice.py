@@ -35,10 +35,10 @@ def test_a_wrong_value_is_named_with_what_it_may_be(setting: str, reason: str) -
 
 def test_the_engine_of_this_machine_has_no_options(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--engine-option cpus=2: --engine local has no options; set --jobs"):
-        open_engine(EngineName.local, 2, tmp_path, ["cpus=2"])
+        open_engine("local", 2, tmp_path, ["cpus=2"])
 
 
-@pytest.mark.parametrize(("engine", "package"), [(EngineName.slurm, "submitit"), (EngineName.ray, "ray")])
+@pytest.mark.parametrize(("engine", "package"), [("slurm", "submitit"), ("ray", "ray")])
 def test_an_engine_that_is_not_installed_names_the_extra(
     engine: EngineName, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,7 +54,7 @@ def test_a_machine_without_slurm_is_told_which_command_it_lacks(
     pytest.importorskip("submitit", reason="needs submitit (extra cluster)")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InputError, match="--engine slurm: sbatch is not on the PATH"):
-        open_engine(EngineName.slurm, 1, tmp_path)
+        open_engine("slurm", 1, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -62,5 +62,5 @@ def test_a_machine_without_slurm_is_told_which_command_it_lacks(
 def test_an_address_without_a_ray_cluster_is_named(address: str, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs ray (extra cluster)")
     with pytest.raises(InputError, match=f"--engine ray: cannot connect to a cluster at {address}"):
-        open_engine(EngineName.ray, 1, tmp_path, [f"address={address}"])
+        open_engine("ray", 1, tmp_path, [f"address={address}"])
     assert list(tmp_path.iterdir()) == []

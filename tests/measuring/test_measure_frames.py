@@ -5,10 +5,10 @@ import inspect
 import pydoc
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import polars
 import pytest
 from made_measurement import H, L, T, made_measurement
 
@@ -65,35 +65,26 @@ def test_an_unknown_table_or_chart_is_refused_with_those_there_are() -> None:
         made_measurement().plot("importance")  # type: ignore[arg-type]
 
 
-def test_without_a_data_frame_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinklab.measuring.measurement.find_spec", lambda name: None)
-    with pytest.raises(InputError, match="pip install pandas"):
-        made_measurement().to_dataframe()
-    with pytest.raises(InputError, match="pip install pyarrow"):
-        made_measurement().to_parquet("importance.parquet")
-
-
-@pytest.mark.skipif(not find_spec("pandas"), reason="pandas is not installed")
-def test_a_pandas_frame_has_the_columns() -> None:
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_a_data_frame_has_the_columns(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if library == "pandas":
+        pytest.importorskip("pandas")
+    else:
+        monkeypatch.setattr("sinklab.measuring.measurement.find_spec", lambda name: None)
     frame = made_measurement().to_dataframe()
+    assert type(frame).__module__.startswith(library)
     assert list(frame.columns) == ["layer", "head", "position", "importance"]
     assert len(frame) == L * H * T
 
 
-@pytest.mark.skipif(not find_spec("pyarrow"), reason="pyarrow is not installed")
 def test_a_parquet_file_holds_the_same(tmp_path: Path) -> None:
-    from pyarrow import parquet  # type: ignore[import-not-found]
-
     measured = made_measurement()
     measured.to_parquet(tmp_path / "importance.parquet")
-    table = parquet.read_table(tmp_path / "importance.parquet")
+    table = polars.read_parquet(tmp_path / "importance.parquet")
     np.testing.assert_array_equal(table["importance"].to_numpy(), measured.importance.ravel())
 
 
-KINDS = ["csv", pytest.param("parquet", marks=pytest.mark.skipif(not find_spec("pyarrow"), reason="needs pyarrow"))]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
 @pytest.mark.parametrize("theirs", [b"layer,loss\n1,2.5\n", b"PAR1 of others PAR1", b"\xff\xfe no text"])
 def test_a_table_replaces_a_table_and_no_other_file(kind: str, theirs: bytes, tmp_path: Path) -> None:
     measured, path, notes = made_measurement(), tmp_path / "mine", tmp_path / "notes"

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from sinklab.attention.importance import importance_from_sums
 from sinklab.errors import InputError, cause
 from sinklab.measuring.pretrained_records import call_records
-from sinklab.models.families import EXPERT_COUNTS, attention_implementation, text_config
+from sinklab.models.families import attention_implementation, text_config
 from sinklab.models.hooks import evaluating
 from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
 from sinklab.schema import Part
@@ -124,7 +124,9 @@ def backend_parity(
     without = _read(model, tokens_BT, EAGER, without_sinks=True) if reference.shares else None
     assert not isinstance(without, str)
     text = text_config(model.config)
-    has_experts = any((getattr(text, name, None) or 0) > 1 for name in EXPERT_COUNTS)
+    has_experts = any(
+        (getattr(text, name, None) or 0) > 1 for name in ("num_local_experts", "num_experts", "n_routed_experts")
+    )
     found = [BackendParity(backend=EAGER, verdict="reference", **reference.means())]
     for backend in (*(name for name in backends if name != EAGER), OWN):
         starts(backend)

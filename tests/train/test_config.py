@@ -1,7 +1,6 @@
 """Recipes: layering, shorthand, and errors that name the field."""
 
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -234,7 +233,7 @@ def test_a_repeated_key_of_a_recipe_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_recipe_file_that_is_not_yaml_is_refused_with_the_place(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("seed: 1\ntrain:\n  steps: [1\n  seed: 2\n")
-    with pytest.raises(InputError, match=r"mine\.yaml is not valid YAML: expected ',' or '\]', .*, line 4, column 7$"):
+    with pytest.raises(InputError, match=r"mine\.yaml is not valid YAML: did not find expected ',' or '\]', line 4, column 7$"):
         load_recipe(str(tmp_path / "mine.yaml"))
 
 
@@ -261,38 +260,10 @@ def test_a_missing_recipe_lists_the_available_ones() -> None:
     assert str(refused.value).startswith("recipe huge not found")
 
 
-REPEATED = "".join(
-    f"{name}: &{name} [{', '.join([below] * 10)}]\n"
-    for name, below in zip("abcdef", ("x", "*a", "*b", "*c", "*d", "*e"), strict=True)
-)
-
-
-@pytest.mark.parametrize("text", ["train: &all\n  steps: *all\n", REPEATED + "train: {steps: *f}\n"])
-def test_endless_aliases_are_refused_in_a_sentence(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text(text)
-    with pytest.raises(InputError, match=r"mine\.yaml is not valid YAML: it has more than 10,000 values") as refused:
-        load_recipe(str(file))
-    assert len(str(refused.value)) < 300
-    with pytest.raises(InputError, match="the value is not valid YAML: it has more than"):
-        load_recipe("tiny", ["train=&all {steps: *all}"])
-
-
-def test_merge_keys_which_multiply_are_refused(tmp_path: Path) -> None:
-    layers = "".join(
-        f"{name}: &{name} {{<<: [{', '.join([f'*{below}'] * 10)}]}}\n" for below, name in pairwise("abcdef")
-    )
-    (tmp_path / "mine.yaml").write_text(f"a: &a {{x: 1}}\n{layers}")
-    with pytest.raises(InputError, match=r"merge keys \(<<\) are not supported: write the keys out, line 2, column 8"):
+def test_merge_keys_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("train: &a {steps: 1}\noptim: {<<: *a}\n")
+    with pytest.raises(InputError, match=r"merge keys \(<<\) are not supported: write the keys out, line 2, column 9"):
         load_recipe(str(tmp_path / "mine.yaml"))
-
-
-@pytest.mark.parametrize("text", [100_000 * "- ", 100_000 * "{a: ", "\n".join(at * " " + "a:" for at in range(1000))])
-def test_a_deeply_nested_file_is_refused(text: str, tmp_path: Path) -> None:
-    """libyaml would use up the stack of the process."""
-    (tmp_path / "recipe.yaml").write_text(text)
-    with pytest.raises(InputError, match="nested too deeply"):
-        load_recipe(str(tmp_path / "recipe.yaml"))
 
 
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:

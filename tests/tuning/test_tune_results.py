@@ -12,7 +12,6 @@ from sinklab.tuning.tuned_directory import (
     TuneEvaluation,
     TuneUpdate,
     load_tuning,
-    read_rows,
     write_model,
 )
 
@@ -30,7 +29,10 @@ def test_the_loss_fell_and_every_gradient_was_finite(folder: Path) -> None:
     assert tuning.base is not None
     assert tuning.chat is not None
     assert tuning.chat.valid_loss < tuning.base.valid_loss
-    updates, evaluations = read_rows(folder / UPDATES, TuneUpdate), read_rows(folder / METRICS, TuneEvaluation)
+    updates = [TuneUpdate.model_validate_json(row) for row in (folder / UPDATES).read_text("utf-8").splitlines()]
+    evaluations = [
+        TuneEvaluation.model_validate_json(row) for row in (folder / METRICS).read_text("utf-8").splitlines()
+    ]
     assert [row.step for row in updates] == list(range(1, tuning.chat.step + 1))
     assert all(math.isfinite(row.grad_norm) for row in updates)
     assert tuning.grad_norm_max == max(row.grad_norm for row in updates)

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 INACCESSIBLE = (errno.EACCES, errno.EPERM, errno.ELOOP)
 NOISY = ("torchao", "torch.utils._pytree")  # warn of kernels for other GPUs when transformers imports torchao
-NO_HOME = "Could not determine home directory."  # pathlib, for ~name
 SHOWN = 80  # characters shown of a path that is too long
 _KEPT = "interrupted; finished work is saved. Run the same command again to resume."
 _NOT_KEPT = "interrupted; unfinished results were not saved. Run the same command again to start over."
@@ -95,9 +94,6 @@ def _status(app: typer.Typer) -> int:
         if is_out_of_memory(error):
             _say_error(f"{_OUT_OF_MEMORY} ({str(error).strip() or type(error).__name__})")
             return 1
-        if str(error) == NO_HOME:
-            _say_error("a path begins with ~ and a name, and there is no such home directory: use another path")
-            return 2
         if not hasattr(error, "exit_code") or not hasattr(error, "format_message"):
             raise
         message = error.format_message()  # type: ignore[attr-defined]  # empty if a help text was printed
@@ -268,7 +264,6 @@ def interventions(
 
     Example: sinklab interventions
     """
-    from dataclasses import asdict
 
     from sinklab.commands.results import print_catalogue, print_variants
     from sinklab.interventions import VARIANTS, catalogue
@@ -343,7 +338,6 @@ def verify(
     within the printed tolerances, and both values of Sink_1 are printed. Only retraining finds metrics that were
     changed together with their checksums and the summary. The exit status is 1 if a check fails.
     """
-    from dataclasses import asdict
 
     from sinklab.commands.results import print_checks
     from sinklab.experiments.sweep.packed import verify_packed
@@ -374,7 +368,6 @@ def runs(
     damaged. Recipe keys are compared with the shipped recipe of the same name or, if there is none, with the other
     listed runs.
     """
-    from dataclasses import asdict
 
     from sinklab.commands.results import print_runs
     from sinklab.report.collect import list_runs

@@ -1,7 +1,6 @@
 """Commands on models: `sinklab measure` and `compare`, and the resumable jobs `assess`, `eval` and `sft`.
 
-The commands import shlex
-import slow modules when called.
+The commands import slow modules when called.
 """
 
 import os

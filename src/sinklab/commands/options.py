@@ -10,7 +10,6 @@ pydantic-typer and typantic (require a prefix on every option, or a single model
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -48,12 +47,8 @@ def option(panel: str, help: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, rich_help_panel=panel, help=help, **settings)
 
 
-class EngineName(StrEnum):
-    """Names of the engines that train the runs of a sweep."""
-
-    local = "local"
-    slurm = "slurm"
-    ray = "ray"
+EngineName = Literal["local", "slurm", "ray"]
+"""Engines that train the runs of a sweep."""
 
 
 class LoadingOptions(CommandSettings, frozen=True):
@@ -153,7 +148,7 @@ class ReproduceSettings(CommandSettings, frozen=True):
         "the numbers of runs and CPU cores. At most as many as fit into memory.",
     )
     engine: Annotated[EngineName, Flag(panel=ADVANCED, metavar="NAME")] = Field(
-        default=EngineName.local, description="Execution engine: local, slurm or ray."
+        default="local", description="Execution engine: local, slurm or ray."
     )
     engine_options: Annotated[Several[str], Flag(name="--engine-option", metavar="KEY=VALUE", panel=ADVANCED)] = Field(
         default=(), description="Option of slurm or ray, such as partition=gpu; repeatable."

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from sinklab.assessing.assess_model import assess, load_assessment
 from sinklab.assessing.settings import AssessOptions
-from sinklab.commands.options import EngineName, ReproduceSettings, print_result, save_report
+from sinklab.commands.options import ReproduceSettings, print_result, save_report
 from sinklab.commands.results import print_passes
 from sinklab.commands.terminal import DataDisplay, JobProgress, RunDisplay, print_text, stderr
 from sinklab.data.corpora import documents
@@ -84,7 +84,7 @@ def look_ahead(experiments: Sequence[Experiment], settings: ReproduceSettings) -
         own = read_finished(store.found_runs(out))
         finished = [*own, *read_finished(store.found_runs(Path(folder)))]
     pace, jobs = pace_of_runs(own), None
-    if settings.engine == EngineName.local:
+    if settings.engine == "local":
         jobs = _jobs(plan, settings)
         pace = pace or pace_here(next(iter(plan.cells.values())).recipe, shares(jobs)[0].threads)
     return preview(plan, finished, settings.engine, pace, jobs, settings.shard_of)
@@ -162,7 +162,7 @@ def train_experiments(
     if settings.packed is not None:
         import_packed(settings.packed, out)
     store.read_manifests(out)  # damaged ones are refused before the data is prepared
-    jobs = _jobs(chosen, settings) if settings.engine == EngineName.local else 1
+    jobs = _jobs(chosen, settings) if settings.engine == "local" else 1
     engine = open_engine(settings.engine, jobs, out, settings.engine_options)
     _warn_of_emulation(chosen, settings)
     recipes = {data_key(cell.recipe): cell.recipe for cell in plan.cells.values()}
@@ -225,7 +225,7 @@ def train_experiments(
 
 def _warn_of_emulation(plan: SweepPlan, settings: ReproduceSettings) -> None:
     """Print the `emulation_warning` of the cells' recipes, if the sweep trains on this machine."""
-    recipes = [cell.recipe for cell in plan.cells.values()] if settings.engine == EngineName.local else []
+    recipes = [cell.recipe for cell in plan.cells.values()] if settings.engine == "local" else []
     for warning in sorted({emulation_warning(recipe) for recipe in recipes} - {""}):
         print_text(warning, stderr())
 

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from sinklab.commands.terminal import (
     TONES,
+    YEAR,
     duration,
     numbers_of,
     print_notes,
@@ -23,7 +24,6 @@ from sinklab.commands.terminal import (
     print_text,
     print_title,
     printable,
-    short_duration,
 )
 from sinklab.experiments.definition import SCALES, Scale
 from sinklab.experiments.documents import JudgedClaim, Summary
@@ -374,7 +374,8 @@ def print_tuning(tuning: "Tuning", console: Console) -> None:
 def print_experiments(found: Sequence[ListedExperiment], console: Console) -> None:
     """Print two lines per experiment: id, number of cells, time per scale; then question or title, truncated."""
     for experiment, costs in found:
-        times = [f"{scale} {short_duration(_seconds(costs[scale]))}" for scale in SCALES if scale in costs]
+        needed = {scale: _seconds(costs[scale]) for scale in SCALES if scale in costs}
+        times = [f"{scale} {duration(seconds) if seconds < YEAR else '> 1 y'}" for scale, seconds in needed.items()]
         numbers = "  ".join(["", plural(len(experiment.cells), "cell"), ", ".join(times)]).rstrip()
         console.print(Text.assemble((printable(experiment.id), "bold"), numbers), soft_wrap=True)
         question = Text(f"  {printable(experiment.question or experiment.title)}", style="dim")

@@ -180,19 +180,6 @@ def elapsed(seconds: float) -> str:
     return _two_units(round(seconds), 60, "min", "s") if 60 <= round(seconds) < 600 else duration(seconds)
 
 
-def short_duration(seconds: float) -> str:
-    """Format a duration in one unit, for tables: `40 s`, `5 min`, `3.3 h`, `2.3 d`, `136 d`, `> 1 y`."""
-    if seconds < 3570:
-        return duration(seconds)
-    if seconds < 23.95 * 3600:
-        value, unit = seconds / 3600, "h"
-    elif seconds < 364.5 * 86400:
-        value, unit = seconds / 86400, "d"
-    else:
-        return "> 1 y"
-    return f"{value:.1f} {unit}" if value < 9.95 else f"{value:.0f} {unit}"
-
-
 class ProgressDisplay:
     """Context manager with a live display: bars in a terminal, otherwise at most a line every PROGRESS_INTERVAL s.
 

@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
-from unicodedata import category
 
 from sinklab.errors import InputError, cause, require_extra
 from sinklab.files import parse_json
@@ -101,33 +100,10 @@ def _encoding(head: bytes, path: Path) -> str:
             return encoding
     if b"\0" not in head:
         return "utf-8-sig"
-    if (name := _wide_encoding(head)) is None:
-        raise InputError(f"{path} contains NUL characters, so it is damaged or not text: remove them or the file")
     raise InputError(
-        f"{path} contains NUL characters: it seems to be {name} without a byte order mark. Convert it to UTF-8, as in "
-        f"iconv -f {name} -t UTF-8"
+        f"{path} contains NUL characters: it is damaged, not text, or UTF-16 without a byte order mark, which has to "
+        "be converted to UTF-8 (iconv -f UTF-16LE -t UTF-8)"
     )
-
-
-def _wide_encoding(head: bytes) -> str | None:
-    """Return the UTF-16 or UTF-32 in which the bytes have the fewest unassigned and control characters, if any."""
-    if head.count(0) < len(head) / 10 and _decoded(head, "UTF-8"):
-        return None
-    texts = {name: _decoded(head, name) for name in ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE")}
-
-    def oddity(name: str) -> tuple[int, int]:
-        odd = sum(category(one) in ("Cc", "Cn", "Co") and one not in "\t\n\r" for one in texts[name])
-        return odd, -sum(map(str.isascii, texts[name]))
-
-    return min((name for name, text in texts.items() if text and "\0" not in text), key=oddity, default=None)
-
-
-def _decoded(head: bytes, encoding: str) -> str:
-    """Decode the start of a text, up to an incomplete last character; empty if it has another encoding."""
-    try:
-        return codecs.getincrementaldecoder(encoding)().decode(head)
-    except UnicodeDecodeError:
-        return ""
 
 
 def read_rows(path: Path) -> Iterator[tuple[Any, str]]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sinklab.data.corpora import documents
-from sinklab.data.textfiles import read_rows
+from sinklab.data.textfiles import expanded, read_rows
 from sinklab.errors import InputError, SinklabError, UnsavedError, cause, is_out_of_memory, require_extra
 from sinklab.evaluating.evaluation import (
     EVALUATION,
@@ -200,7 +200,7 @@ class ChoiceItem(ReadDocument):
 def hellaswag_file() -> Path | None:
     """Return the path of HellaSwag's file in SINKLAB_DATA/eval; None if it is missing or SINKLAB_DATA is not set."""
     data = os.environ.get("SINKLAB_DATA")
-    places = [Path(data).expanduser() / "eval" / name for name in HELLASWAG_FILES] if data else []
+    places = [expanded(data) / "eval" / name for name in HELLASWAG_FILES] if data else []
     return next((place for place in places if place.is_file()), None)
 
 

@@ -532,8 +532,8 @@ def published_numbers(experiment: Experiment, name: str, cell: MeasuredCell, giv
         name: name of the cell in the experiment.
         given: model as passed by the user: Hugging Face id or path.
     """
-    model = paper_model(given)
-    if model is None or not setting().applies(cell.sequences, cell.length, [cell.eps]):
+    model, paper = paper_model(given), setting()
+    if model is None or (cell.sequences, cell.length, cell.eps) != (paper.sequences, paper.length, paper.eps):
         return {}
     if experiment.published is not None and experiment.published.model is not None:
         of_this = model.id.lower().endswith(f"/{experiment.published.model.lower()}")

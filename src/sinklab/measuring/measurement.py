@@ -8,7 +8,6 @@ An array that does not apply to the model is None, and missing from the .npz. Ot
 the .json, or missing if they are `Omitted`. NaN is never written.
 """
 
-import csv
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -32,49 +31,21 @@ from sinklab.schema import Omitted, Ratio
 Columns = dict[str, np.ndarray]
 TableName = Literal["importance", "positions", "layers"]
 TABLES: tuple[TableName, ...] = get_args(TableName)
-FRAMES = {"pandas": "DataFrame", "polars": "DataFrame", "pyarrow": "table"}  # in order of preference
+FORMATS = ("csv", "parquet")
 
 
-def write_csv(columns: Columns, path: Path) -> None:
-    """Write columns as comma-separated values with a header, atomically; an earlier table at the path is replaced.
+def write_table(columns: Columns, path: Path, kind: str) -> None:
+    """Write columns as a CSV or Parquet file, atomically; an earlier table at the path is replaced.
 
     Raises:
         InputError: see `check_file`, for example if the file exists and is not a table written by sinklab.
         SinklabError: if the file cannot be written.
     """
+    import polars
+
     check_file(path, TABLE)
-    with written_aside(path) as aside, aside.open("w", encoding="utf-8", newline="") as file:
-        lines = csv.writer(file)
-        lines.writerow(columns)
-        lines.writerows(zip(*(values.tolist() for values in columns.values()), strict=True))
-
-
-def write_parquet(columns: Columns, path: Path) -> None:
-    """Write columns as a Parquet file, atomically; an earlier table at the path is replaced.
-
-    Raises:
-        InputError: if pyarrow is not installed; see also `check_file`.
-        SinklabError: if the file cannot be written.
-    """
-    check_parquet()
-    check_file(path, TABLE)
-    arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
-    made = arrow.table(columns)
     with written_aside(path) as aside:
-        parquet.write_table(made, aside)
-
-
-def check_parquet() -> None:
-    """Check that Parquet can be written.
-
-    Raises:
-        InputError: if pyarrow is not installed.
-    """
-    if not find_spec("pyarrow"):
-        raise InputError("Parquet needs pyarrow, which is not installed: pip install pyarrow, or use CSV")
-
-
-WRITERS: dict[str, Callable[[Columns, Path], None]] = {"csv": write_csv, "parquet": write_parquet}
+        getattr(polars.DataFrame(columns), f"write_{kind}")(aside)
 
 
 def write_tables(columns: Callable[[TableName], Columns], folder: Path, formats: Sequence[str]) -> None:
@@ -82,16 +53,16 @@ def write_tables(columns: Callable[[TableName], Columns], folder: Path, formats:
 
     Args:
         columns: function from a table name to its columns (`Measurement.columns`).
-        formats: requested formats, "csv" or "parquet".
+        formats: requested formats, of `FORMATS`.
     """
     for kind in formats:
         for table in TABLES:
-            WRITERS[kind](columns(table), folder / f"{table}.{kind}")
+            write_table(columns(table), folder / f"{table}.{kind}", kind)
 
 
 def remove_tables(folder: Path) -> None:
     """Remove the tables of an earlier measurement from a folder; other files with the same names are kept."""
-    for path in (folder / f"{table}.{kind}" for kind in WRITERS for table in TABLES):
+    for path in (folder / f"{table}.{kind}" for kind in FORMATS for table in TABLES):
         with suppress(InputError, OSError):
             check_file(path, TABLE)
             path.unlink()
@@ -380,26 +351,23 @@ class Measurement(WithArrays):
         return {name: np.asarray(values) for name, values in found.items() if values is not None}
 
     def to_dataframe(self, table: TableName = "importance") -> Any:
-        """Return a table as a data frame of the first installed package of pandas, polars and pyarrow.
+        """Return a table as a data frame of pandas if that is installed, else of polars.
 
         Args:
             table: table name, see `columns`.
 
         Raises:
-            InputError: if the table is unknown, or none of the three packages is installed.
+            InputError: if the table is unknown.
         """
-        for package, kind in FRAMES.items():
-            if find_spec(package):
-                return getattr(import_module(package), kind)(self.columns(table))
-        raise InputError("a data frame needs pandas, polars or pyarrow, and none is installed: pip install pandas")
+        return import_module("pandas" if find_spec("pandas") else "polars").DataFrame(self.columns(table))
 
     def to_csv(self, path: str | Path, table: TableName = "importance") -> None:
         """Write a table of `columns` as CSV."""
-        write_csv(self.columns(table), Path(path))
+        write_table(self.columns(table), Path(path), "csv")
 
     def to_parquet(self, path: str | Path, table: TableName = "importance") -> None:
-        """Write a table of `columns` as a Parquet file; needs pyarrow."""
-        write_parquet(self.columns(table), Path(path))
+        """Write a table of `columns` as a Parquet file."""
+        write_table(self.columns(table), Path(path), "parquet")
 
     def __str__(self) -> str:
         return render_text(self)

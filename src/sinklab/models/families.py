@@ -28,7 +28,6 @@ ATTENTION_LAYERS = ("minimax_m3_sparse",)  # layer kinds with attention whose na
 TOKEN_WISE_LAYERS = ("moe", "mlp", "dense", "sparse")  # layer kinds without token mixing
 POSITION_TABLES = ("wpe", "embed_positions", "positions_embed", "position_embedding", "position_embeddings")
 FFN_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 LATENT_WIDTH = "kv_lora_rank"  # config field: latent width of MLA
 ROTARY_EMBEDDING = "rotary_emb"  # attribute name of the rotary embedding
 ROTARY_CLASS = "RotaryEmbedding"  # suffix of the class name of a rotary embedding

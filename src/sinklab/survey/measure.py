@@ -39,7 +39,7 @@ from sinklab.jobs import AnyDocument, JobStep, Ledger, Observer, StepProgress, c
 from sinklab.measuring import inputs
 from sinklab.measuring.driver import changed_positions, measure, measure_with_study
 from sinklab.measuring.inputs import UNKNOWN, Encoded, token_rows
-from sinklab.measuring.measurement import TABLES, Measurement, check_parquet, remove_tables
+from sinklab.measuring.measurement import TABLES, Measurement, remove_tables
 from sinklab.measuring.options import Options, Request
 from sinklab.models.adapter import check_length
 from sinklab.models.hooks import Progress
@@ -486,8 +486,7 @@ def check_formats(formats: Sequence[str], out: Path | None, one: bool) -> None:
         one: whether the command makes a single measurement.
 
     Raises:
-        InputError: if `out` is None, the command makes several measurements, or Parquet is requested and pyarrow is not
-            installed; see also `check_results`.
+        InputError: if `out` is None or the command makes several measurements; see also `check_results`.
     """
     if not formats:
         return
@@ -495,6 +494,4 @@ def check_formats(formats: Sequence[str], out: Path | None, one: bool) -> None:
         raise InputError("--format supports one measurement of one MODEL: leave it out for several measurements")
     if out is None:
         raise InputError(f"--format {formats[0]} needs an output directory: set --out DIR")
-    if "parquet" in formats:
-        check_parquet()
     check_results(out, [f"{table}.{kind}" for kind in formats for table in TABLES])

@@ -1,6 +1,5 @@
 """Load `open_models.yaml`: the open models that the paper (2410.10781) measures, with sizes and sink rates."""
 
-from collections.abc import Collection
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
@@ -19,10 +18,6 @@ class Setting(Part):
     sequences: int
     length: int
     eps: float
-
-    def applies(self, sequences: int, length: int, eps: Collection[float]) -> bool:
-        """Return whether a measurement has these settings; `eps` are its thresholds of the sink rate."""
-        return (sequences, length) == (self.sequences, self.length) and self.eps in eps
 
 
 class OpenModel(Part):

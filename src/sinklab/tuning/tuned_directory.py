@@ -8,12 +8,11 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, Field
 
 import sinklab
-from sinklab.errors import InputError
 from sinklab.export.directory import atomic_directory, card_head, write_code
 from sinklab.files import read_document, write_text
 from sinklab.schema import Ratio, ReadDocument, VersionedDocument
@@ -31,8 +30,6 @@ SINK = "sink"
 
 NOT_THE_MODEL = ("*.pt", "*.pth", "training_args.bin", STATE, "README.md")
 """Glob patterns of checkpoint files that are not part of the model."""
-
-AnyRow = TypeVar("AnyRow", bound=BaseModel)
 
 
 class TuneUpdate(ReadDocument):
@@ -142,20 +139,6 @@ def load_tuning(path: Path) -> Tuning:
         InputError: if the file is missing, cannot be read or is damaged.
     """
     return read_document(Tuning, path, "restore it, or move its directory away")
-
-
-def read_rows(path: Path, kind: type[AnyRow]) -> list[AnyRow]:
-    """Read the rows of a .jsonl file as `kind`; return an empty list if the file does not exist.
-
-    Raises:
-        InputError: if the file is damaged.
-    """
-    if not path.is_file():
-        return []
-    try:
-        return [kind.model_validate_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except ValueError as error:
-        raise InputError(f"{path} is damaged ({error}): choose another --out, or move it away") from error
 
 
 def write_rows(path: Path, rows: Sequence[BaseModel]) -> None:

@@ -53,9 +53,6 @@ OPTIONAL = {"assessments.jsonl.gz": "assessment", "tunings.jsonl.gz": "tuning"}
 """Files with documents that only some runs have, each with the document's key in a line (a field of `PackedRun`)."""
 PACKED_FILES = (RECIPES, RUNS, ALL_METRICS, *OPTIONAL)
 CHECKSUMS = "checksums.txt"
-MOST_BYTES = 2**28
-"""Maximum size of a decompressed file of packed runs in bytes. The largest in `results/` has 3 million."""
-
 LONGEST_NAME = 200  # bytes of a part of a path; file systems allow 255, and suffixes are added
 
 _HEAD = "--- # "
@@ -262,11 +259,7 @@ def _rows(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _read_gzip(path: Path) -> str:
-    with gzip.open(path) as file:
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"{path.name} has more than {MOST_BYTES:,} bytes")
-    return content.decode()
+    return gzip.decompress(path.read_bytes()).decode()
 
 
 BEGUN = "begun"

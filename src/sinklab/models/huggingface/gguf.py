@@ -63,14 +63,10 @@ class Gguf:
         return notes
 
     def weight_options(self) -> dict[str, Any]:
-        """Return the arguments of `from_pretrained` that dequantise the weights.
+        """Return the arguments of `from_pretrained` that dequantise the weights."""
+        from transformers import GgufConfig
 
-        Empty for versions of transformers without `GgufConfig`, which always dequantise.
-        """
-        import transformers
-
-        config = getattr(transformers, "GgufConfig", None)
-        return {} if config is None else {"quantization_config": config(dequantize=True)}
+        return {"quantization_config": GgufConfig(dequantize=True)}
 
     @contextmanager
     def parsed_once(self) -> Iterator[None]:
@@ -82,7 +78,7 @@ class Gguf:
             GGUFReader=lambda path: self.reader if Path(path) == self.path else parse(path),
             get_tensor_name_map=cache(name_map),  # otherwise rebuilt for every module
         )
-        with once, patch("transformers.modeling_gguf_pytorch_utils.tqdm", lambda tensors, **_: tensors, create=True):
+        with once, patch("transformers.modeling_gguf_pytorch_utils.tqdm", lambda tensors, **_: tensors):
             yield
 
 

@@ -26,7 +26,7 @@ from sinklab.files import parse_json
 from sinklab.models.adapter import check_length
 from sinklab.models.families import EXPORTED, OTHER_HEAD, context_limit, quantisation, text_config, vocabulary_size
 from sinklab.models.huggingface.gguf import SUFFIX, Gguf, check_memory, parts_of, read_header
-from sinklab.models.huggingface.tokenizer_files import TokenizerKind, check_counts, check_index, load_tokenizer
+from sinklab.models.huggingface.tokenizer_files import TokenizerKind, load_tokenizer
 from sinklab.settings import dtype_name
 
 if TYPE_CHECKING:
@@ -330,12 +330,11 @@ class _Source:
     gguf: Gguf | None
 
     def config(self) -> Any:
-        """Load the config of the model; see `read` and `check_counts` for errors."""
+        """Load the config of the model; see `read` for errors."""
         from transformers import AutoConfig, PretrainedConfig
 
         if self.gguf is None:
             values = self.read("config", PretrainedConfig.get_config_dict)[0]
-            check_counts(self.name, values)
             if values.get("model_type") == EXPORTED:
                 register()
         return self.read("config", AutoConfig.from_pretrained)
@@ -415,7 +414,6 @@ def _find(name: str, loading: Loading) -> _Source:
                 "If you trust it, convert it to model.safetensors with transformers' save_pretrained."
             )
         raise InputError(f"{name} has a config.json but no weights: add its .safetensors files")
-    check_index(folder)
     return _Source(name, name, options, None)
 
 
