@@ -61,8 +61,8 @@ stick-breaking attention, both in % of heads (mean of the last three evaluations
 that of the unchanged model with the same seed, in nats per token. All are medians over the seeds in the last column,
 with [smallest, largest]. The sink rates of attention whose scores do not sum to one are computed from
 [proxy scores](glossary.md). Sinks on other tokens, such as a fixed second token, are not included. Under a window,
-queries that do not see the first token count as 0. Without BOS texts are cut differently, and a fixed token is itself
-predicted, so these losses differ for other reasons as well.
+queries that do not see the first token count as 0. Without BOS texts are cut differently, a fixed token is itself
+predicted, and a prefix is not, so these losses differ for other reasons as well.
 
 ## At the scale laptop
 
