@@ -233,7 +233,9 @@ def test_a_repeated_key_of_a_recipe_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_recipe_file_that_is_not_yaml_is_refused_with_the_place(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("seed: 1\ntrain:\n  steps: [1\n  seed: 2\n")
-    with pytest.raises(InputError, match=r"mine\.yaml is not valid YAML: did not find expected ',' or '\]', line 4, column 7$"):
+    with pytest.raises(
+        InputError, match=r"mine\.yaml is not valid YAML: did not find expected ',' or '\]', line 4, column 7$"
+    ):
         load_recipe(str(tmp_path / "mine.yaml"))
 
 
