@@ -161,11 +161,33 @@ def test_the_trainer_logs_the_numbers(tmp_path: Any) -> None:
         str(tmp_path), max_steps=4, per_device_train_batch_size=2, logging_steps=100, report_to=[], use_cpu=True
     )
     monitor = sinklab.monitor(model, every=2)
-    trainer = hf.Trainer(model, args, train_dataset=rows, callbacks=[monitor.callback()])  # type: ignore[arg-type]
+    heard, callback = list[float](), monitor.callback()
+
+    class Tracker(hf.TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            heard.extend(logs[name] for name in logs if name == "sink/rate")
+
+    trainer = hf.Trainer(model, args, train_dataset=rows, callbacks=[Tracker(), callback])  # type: ignore[arg-type]
+    callback.goes_first(trainer)
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "sink/rate" in entry]
     assert [entry["step"] for entry in logged] == [1, 3]
     assert all(math.isfinite(entry["sink/largest_logit"]) for entry in logged)
+    assert heard == [entry["sink/rate"] for entry in logged]
+
+
+def test_a_padding_mask_is_read_by_position_as_by_name() -> None:
+    model, tokens = small_model().eval(), family_tokens()
+    mask = torch.ones_like(tokens)
+    mask[0, : tokens.shape[1] // 2] = 0
+    monitor = sinklab.monitor(model, every=1)
+    with monitor(0) as plain:
+        model(tokens)
+    with monitor(1) as named:
+        model(tokens, attention_mask=mask)
+    with monitor(2) as placed:
+        model(tokens, mask)
+    assert placed == named != plain
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])

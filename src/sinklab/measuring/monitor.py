@@ -31,7 +31,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,17 @@ from sinklab.errors import InputError, require_extra
 from sinklab.measuring.findings import MASSIVE, MASSIVE_RATIO
 from sinklab.measuring.statistics.details import kurtosis
 from sinklab.models.adapter import LanguageModel, NativeAdapter, adapt
-from sinklab.models.hooks import hooked, intercept, residual_stream, uncompiled
+from sinklab.models.hooks import (
+    forward_signature,
+    hooked,
+    intercept,
+    named_arguments,
+    residual_stream,
+    uncompiled,
+)
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 SPIKES = ("sink/largest_logit", "sink/largest_activation", "sink/kurtosis")
 """Numbers that are compared with their past values for alerts."""
@@ -206,9 +216,9 @@ class _Record:
         self._leading = leading
         self._mask_BT: Tensor | None = None
 
-    def entering(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def entering(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the model: keep the padding mask."""
-        mask = kwargs.get("attention_mask")
+        mask = named_arguments(forward_signature(module), args, kwargs).get("attention_mask")
         self._mask_BT = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
     @torch.no_grad()
@@ -273,8 +283,31 @@ def _activations(h_BTC: Tensor) -> tuple[float, float, float, int]:
     return largest, largest / middle if middle > 0 else 0.0, float(kurtosis(h_BTC.float()).mean()), channel
 
 
-class MonitorCallback(TrainerCallback):
-    """Adds the numbers of a `Monitor` to the log of a Trainer, at the step at which they were recorded."""
+class LoggingCallback(TrainerCallback):
+    """A callback that adds numbers to the log of a Trainer.
+
+    The Trainer calls its W&B and TensorBoard callbacks before those of the user, and they miss what is added later.
+    """
+
+    def goes_first(self, trainer: "Trainer") -> None:
+        """Move this callback before all other callbacks of the trainer, so that they log its numbers.
+
+        Raises:
+            InputError: if the trainer does not have this callback.
+        """
+        callbacks = trainer.callback_handler.callbacks
+        if self not in callbacks:
+            name = type(self).__name__
+            raise InputError(f"the trainer does not have this {name}: pass it as Trainer(callbacks=[..]) first")
+        callbacks.remove(self)
+        callbacks.insert(0, self)
+
+
+class MonitorCallback(LoggingCallback):
+    """Adds the numbers of a `Monitor` to the log of a Trainer, at the step at which they were recorded.
+
+    The Trainer logs at these steps too; its loss is then the mean since the log before.
+    """
 
     def __init__(self, monitor: Monitor) -> None:
         self.monitor = monitor

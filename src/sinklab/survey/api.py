@@ -6,12 +6,12 @@ Trainer callback (transformers, trl) that measures sinks at every evaluation.
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
 from sinklab.attention.masks import real_tokens
@@ -21,6 +21,7 @@ from sinklab.measuring.driver import measure as measure_tokens
 from sinklab.measuring.driver import measure_with_study
 from sinklab.measuring.inputs import token_matrix
 from sinklab.measuring.measurement import FED, Fed, Measurement
+from sinklab.measuring.monitor import LoggingCallback
 from sinklab.measuring.options import Inputs, Options, Request, Study
 from sinklab.models.adapter import LanguageModel, NativeAdapter, adapt, unwrapped
 from sinklab.models.families import text_config
@@ -28,9 +29,6 @@ from sinklab.models.hooks import Progress, measured_in_turn
 from sinklab.opening import model_in_memory, open_model
 from sinklab.schema import finite_or_none
 from sinklab.survey.measure import measure_loaded
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 
 def measure(
@@ -228,7 +226,7 @@ EVAL_PREFIX = "eval_"
 """Prefix of the Trainer's evaluation metrics."""
 
 
-class SinkCallback(TrainerCallback):
+class SinkCallback(LoggingCallback):
     """Measures the model on fixed tokens at every evaluation, and adds the results to the Trainer's log.
 
     The added metrics, which `metric_for_best_model` can use:
@@ -265,18 +263,6 @@ class SinkCallback(TrainerCallback):
         self._tokens_NT = token_matrix(tokens)
         self._eps, self._batch_size = eps, batch_size
         self.measurement: Measurement | None = None
-
-    def goes_first(self, trainer: "Trainer") -> None:
-        """Move this callback before all other callbacks of the trainer, so that they log its metrics.
-
-        Raises:
-            InputError: if the trainer does not have this callback.
-        """
-        callbacks = trainer.callback_handler.callbacks
-        if self not in callbacks:
-            raise InputError("the trainer does not have this SinkCallback: pass it as Trainer(callbacks=[..]) first")
-        callbacks.remove(self)
-        callbacks.insert(0, self)
 
     def on_log(  # type: ignore[override]  # transformers passes `logs` by keyword
         self,
