@@ -63,7 +63,7 @@ def test_a_probe_takes_no_name_of_a_model() -> None:
         ([[1, 2], ["a", "b"]], "tokens are not a matrix of integers"),
         ([b"text"], "tokens are of type list; expected rows of integers"),
         ([[1, 2**80]], "tokens are not a matrix of integers"),
-        ({"input_ids": TOKENS}, r"tokens are of type dict; .*input_ids of a tokenizer"),
+        ({"ids": TOKENS}, r"tokens are of type dict; .*input_ids of a tokenizer"),
         ([], "neither empty"),
         (TOKENS[0], "neither empty"),
     ],
@@ -116,6 +116,16 @@ def test_tokens_may_be_an_array_and_of_any_whole_type(model: Any) -> None:
         assert sinklab.measure(model, tokens).loss == expected
     mask = np.ones(TOKENS.shape, dtype=bool)
     assert sinklab.measure(model, TOKENS, attention_mask=mask).loss == expected
+
+
+def test_the_batch_of_a_tokenizer_is_measured_with_its_mask(model: Any) -> None:
+    mask = torch.ones_like(TOKENS)
+    mask[0, :4] = 0
+    expected = sinklab.measure(model, TOKENS, attention_mask=mask)
+    assert expected.loss != sinklab.measure(model, TOKENS).loss
+    for batch in ({"input_ids": TOKENS, "attention_mask": mask}, hf.BatchEncoding({"input_ids": TOKENS.tolist()})):
+        given = mask if "attention_mask" not in batch else None
+        assert sinklab.measure(model, batch, attention_mask=given).loss == expected.loss
 
 
 def test_threads_that_measure_one_model_take_turns(model: Any) -> None:

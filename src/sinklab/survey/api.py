@@ -33,7 +33,7 @@ from sinklab.survey.measure import measure_loaded
 
 def measure(
     model: "LanguageModel | str | Path",
-    tokens: Tensor | np.ndarray | Sequence[Sequence[int]] | None = None,
+    tokens: Tensor | np.ndarray | Sequence[Sequence[int]] | Mapping[str, Any] | None = None,
     *,
     text: str | Path | Sequence[Any] | None = None,
     tokenizer: Any = None,
@@ -64,8 +64,9 @@ def measure(
     Args:
         model: a Hugging Face causal language model, a sinklab transformer, or an exported sinklab transformer; or the
             name of a model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
-        tokens: token ids (sequences, length): a tensor on any device, an array, or a list of lists of integers. None
-            for sequences of a text, or of random or repeated tokens (`inputs`).
+        tokens: token ids (sequences, length): a tensor on any device, an array, a list of lists of integers, or the
+            batch that a tokenizer returns (`input_ids`, with its `attention_mask`). None for sequences of a text, or of
+            random or repeated tokens (`inputs`).
         text: a list of documents (strings, conversations as lists of messages, or rows of a .jsonl file), a text file,
             a folder of them, or a source such as "stdlib"; default: the text that comes with sinklab. Only without
             `tokens`.
@@ -149,6 +150,9 @@ def measure(
         model = cast(LanguageModel, open_model(str(model)).module)
     model = unwrapped(model)
     adapter = adapt(model)
+    if isinstance(tokens, Mapping) and "input_ids" in tokens:
+        attention_mask = tokens.get("attention_mask") if attention_mask is None else attention_mask
+        tokens = tokens["input_ids"]
     tokens_NT = token_matrix(tokens)
     if tokens_NT.ndim != 2 or not tokens_NT.numel():
         raise InputError(f"tokens have shape {tuple(tokens_NT.shape)}; expected (sequences, length), neither empty")
