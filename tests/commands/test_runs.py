@@ -108,7 +108,6 @@ def test_a_failure_is_forgotten_when_the_run_goes_on(dataset: TokenDataset, tmp_
     ("name", "text"),
     [
         ("recipe.yaml", b"\xff\x00\xfe"),
-        ("recipe.yaml", b"train: &all {steps: *all}"),
         ("metrics.jsonl", b"\xff\x00\xfe"),
         ("metrics.jsonl", b'{"step": 3, "sink_rate": 5, "valid_loss": "low"}\n'),
     ],
