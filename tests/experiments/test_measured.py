@@ -133,13 +133,15 @@ def test_a_repeated_token_has_no_sink_in_a_real_model_with_rotary_positions(data
     assert found["no_sink_on_repeated_tokens"] == "reproduced"
     assert "sink_on_repeated_tokens" not in found  # which is claimed of models that add positions
     assert found["chat_model_has_it_too"] == "not run"
+    assert found["sink_on_random_tokens"] == "contradicted"  # this model has a sink on BOS only
+    assert found["sink_on_random_tokens_like_text"] == "reproduced"
     assert summary.scale == "TinyStories-656K"
     evidence = next(claim.evidence for claim in summary.claims if claim.id == "no_sink_on_repeated_tokens")
     assert evidence.endswith("5 draws of 12 sequences.")
     assert "seed" not in evidence
     assert {claim.shown_verdict for claim in summary.claims} >= {"reproduced for this model", "not run"}
     assert summary.cells["natural"].seeds == 5
-    assert list(summary.cells) == ["natural", "random", "repeat"]
+    assert list(summary.cells) == ["natural", "random", "random_like_text", "repeat"]
     assert summary.experiments["table_1"].published == {}
     assert summary.experiments["table_1"].elsewhere["GPT2-XL"]["repeat"] == {"sink_1": 62.28}
 

@@ -156,6 +156,8 @@ class MeasuredCell(Part):
         revision: revision of the `models` that are given as NAME; for a model directory, the name of a folder in it.
         subfolder: subfolder of each of `models`.
         inputs: kind of sequences: natural text, random or repeated tokens. Required in experiment files.
+        begins_like_text: begin random and repeated tokens with the special tokens that the tokenizer prepends to a text,
+            if there are any, so that they differ from natural text only in the tokens that follow.
         sequences, length: number of sequences N, and tokens per sequence T.
         eps: threshold of the sink rate.
         loss: also compute the loss, which takes up to a third of the compute if the model is small.
@@ -170,6 +172,7 @@ class MeasuredCell(Part):
     revision: str | None = None
     subfolder: str | None = None
     inputs: Inputs = "natural"
+    begins_like_text: bool = False
     sequences: int = Field(default=100, ge=1)
     length: int = Field(default=64, ge=2)
     eps: float = Field(default=0.3, gt=0, lt=1)

@@ -157,6 +157,7 @@ class Pass:
             seed=draw,
             fewer=self.fewer,
             drawn_text=first.inputs == "natural",
+            begins_like_text=first.begins_like_text,
             study=Study(swap_position=first.swap_position, replace_position=first.replace_position),
         )
 
@@ -538,7 +539,7 @@ def published_numbers(experiment: Experiment, name: str, cell: MeasuredCell, giv
     if experiment.published is not None and experiment.published.model is not None:
         of_this = model.id.lower().endswith(f"/{experiment.published.model.lower()}")
         return experiment.published.numbers_of(name) if of_this else {}
-    changed = cell.swap_position or cell.replace_position
+    changed = cell.swap_position or cell.replace_position or cell.begins_like_text
     return {"sink_1": model.published[cell.inputs]} if cell.inputs in model.published and not changed else {}
 
 

@@ -272,6 +272,8 @@ class Request(CommandSettings, frozen=True):
             run's recipe or the text itself puts there.
         bos: begin every sequence with BOS, also random and repeated tokens and texts and conversations before which the
             tokenizer or chat template puts none. BOS is included in T.
+        begins_like_text: begin random and repeated tokens with the special tokens that the tokenizer prepends to a text,
+            if there are any.
         seed: random seed of random and repeated tokens, and of tokens that a run's recipe replaces; for drawn text,
             the index of the draw, from 0.
         drawn_text: sample natural sequences from the first 64 N sequences of the text instead of using the first N.
@@ -289,6 +291,7 @@ class Request(CommandSettings, frozen=True):
     seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(
         default=0, description="Random seed for random and repeated tokens."
     )
+    begins_like_text: bool = False
     fewer: bool = False
     drawn_text: bool = False
     study: Study = Study()
@@ -335,7 +338,7 @@ class Request(CommandSettings, frozen=True):
     def document(self) -> dict[str, Any]:
         """Return the settings that affect the measurement, as a JSON-serializable dict: a part of request.json."""
         requested = {name: True for name in ("explore", "gradients") if getattr(self.options, name)}
-        requested |= {"bos": True} if self.bos else {}
+        requested |= {name: True for name in ("bos", "begins_like_text") if getattr(self, name)}
         found = self.options.model_dump(mode="json") | self.model_dump(mode="json", exclude={"options"})
         if self.study.perturb is None:
             del found["study"]["perturb"]

@@ -156,7 +156,7 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
         SinklabError: if the process that renders chat templates fails.
     """
     check_length(request.length, model.adapter.limit)
-    before = model.encoder().forced_prefix if request.bos else ()
+    before = model.encoder().forced_prefix if request.bos else model.special if request.begins_like_text else ()
     if request.bos and not before:
         raise InputError(f"--bos: {model.name} has no BOS, neither in its tokenizer nor in its config: remove --bos")
     if draw := {"random": inputs.random_tokens, "repeat": inputs.repeated_tokens}.get(request.options.inputs):
