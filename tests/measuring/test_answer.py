@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from made_measurement import made_measurement
 from own_models import SIZES, VOCABULARY, own_model, own_tokens
 
@@ -133,3 +134,22 @@ def test_sequences_in_which_uniform_attention_passes_the_threshold_decide_nothin
         "Sequences of 8 tokens are too short to detect a sink: uniform attention to the first token is already 0.34, "
         "and the threshold is 0.3."
     )
+
+
+def test_a_batch_of_mixed_lengths_has_no_sink_where_its_short_sequences_end() -> None:
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4
+    )
+    model, tokens, mask = hf.LlamaForCausalLM(config).eval(), torch.randint(3, 64, (4, 40)), torch.ones(4, 40).long()
+    mask[3:, 3:] = 0
+    found = measure(model, tokens, attention_mask=mask)
+    assert found.sequence_lengths == [40, 40, 40, 3]
+    assert max(found.sink_rate[1:]) > 10  # the last token of three has a third of their attention
+    assert "position" not in answer(found)[0]
+    assert "on the first token" in answer(found)[0]
+    assert measure(model, tokens).sequence_lengths is None
+    shorter = measure(model, tokens[:, :9], attention_mask=mask[:, :9])
+    assert answer(shorter)[0].startswith("Sequences of 3 to 9 tokens are too short to detect a sink")
+    sink = found.model_copy(update={"sink_rate": rates(at_1=2.0, at_2=90.0)})
+    assert answer(sink)[0].startswith("Strong sink on position 2")

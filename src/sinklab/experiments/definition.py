@@ -156,7 +156,7 @@ class MeasuredCell(Part):
         revision: revision of the `models` that are given as NAME; for a model directory, the name of a folder in it.
         subfolder: subfolder of each of `models`.
         inputs: kind of sequences: natural text, random or repeated tokens. Required in experiment files.
-        begins_like_text: begin random and repeated tokens with the special tokens that the tokenizer prepends to a text,
+        begins_like_text: begin random and repeated tokens with the special tokens that the tokenizer puts before text,
             if there are any, so that they differ from natural text only in the tokens that follow.
         sequences, length: number of sequences N, and tokens per sequence T.
         eps: threshold of the sink rate.

@@ -53,10 +53,12 @@ class _Place:
 
 
 def _sink(m: Measurement) -> str:
-    uniform = float(np.mean(1 / np.arange(1, m.length + 1)))
+    lengths = m.sequence_lengths or [m.length]
+    uniform = float(np.mean([np.mean(1 / np.arange(1, length + 1)) for length in lengths]))
     if uniform >= m.eps:
+        tokens = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
         return (
-            f"Sequences of {m.length} tokens are too short to detect a sink: uniform attention to the first token is "
+            f"Sequences of {tokens} tokens are too short to detect a sink: uniform attention to the first token is "
             f"already {uniform:.2f}, and the threshold is {m.eps:g}."
         )
     places = _places(m)
@@ -89,7 +91,7 @@ def _places(m: Measurement) -> list[_Place]:
         name = "the sink token or registers" if token else "the bias, sink logit or stick-breaking's rest"
         above_LH = None if m.importance_bias is None else m.importance_bias > m.eps
         found.append(_Place(name, m.sink_rate_bias, above_LH))
-    if later := highest_rate([None, *rates[1:]]):
+    if later := highest_rate([None, *m.settled(rates)[1:]]):
         found.append(position(later[0], f"position {later[0]}"))
     return found
 

@@ -256,6 +256,8 @@ def measure(
         massive_activations=strongest(largest) if adapter.blocks else None,
         notes=notes,
     )
+    if padded:
+        measurement = measurement.model_copy(update={"sequence_lengths": aligned.count_B.tolist()})
     if options.gradients:
         first, size = options.first_target, options.batch_size
         norm_LT, halved = gradient_norms(adapter, tokens_NT, first_target=first, batch_size=size)

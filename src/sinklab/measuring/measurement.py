@@ -108,6 +108,7 @@ class Measurement(WithArrays):
         fed: first tokens of the first sequence; None, and left out of the files, for measurements during training.
         sequences: number of sequences N.
         length: T, number of tokens of the longest sequence, including BOS.
+        sequence_lengths: number of tokens of each sequence (N); None, and left out of the files, if all have T.
         eps: threshold on alpha of the sink rate; the first if several were requested.
         bos: whether position 1 is a special token, such as BOS.
         proxy: whether importance is computed from proxy scores |sim| / sum |sim|, because the model's attention
@@ -192,6 +193,7 @@ class Measurement(WithArrays):
     fed: Omitted[Fed] = None
     sequences: int = Field(ge=1)
     length: int = Field(ge=1)
+    sequence_lengths: Omitted[list[int]] = None
     eps: float = Field(gt=0, lt=1)
     bos: bool
     proxy: bool
@@ -294,6 +296,19 @@ class Measurement(WithArrays):
             InputError: if `what` is unknown, or "norms" for sequences of one token.
         """
         return draw_chart(self, what)
+
+    def settled(self, rates: Sequence[float]) -> list[float | None]:
+        """Return sink rates by position, with None where shorter sequences alone may explain the rate.
+
+        These are sequences that end before position 2k: few of their queries see position k (`tables.highest_rate`).
+        """
+        if self.sequence_lengths is None:
+            return list(rates)
+        lengths_N = np.array(self.sequence_lengths)
+        short = (100 * ((k <= lengths_N) & (lengths_N < 2 * k)).mean() for k in range(1, len(rates) + 1))
+        return [
+            rate if k == 1 or rate > most else None for k, (rate, most) in enumerate(zip(rates, short, strict=True), 1)
+        ]
 
     def sink_rate_of_heads(self) -> np.ndarray:
         """Return the percentage of sequences with alpha_1 > eps (L, H); the mean over layers and heads is Sink_1."""

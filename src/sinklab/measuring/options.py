@@ -272,7 +272,7 @@ class Request(CommandSettings, frozen=True):
             run's recipe or the text itself puts there.
         bos: begin every sequence with BOS, also random and repeated tokens and texts and conversations before which the
             tokenizer or chat template puts none. BOS is included in T.
-        begins_like_text: begin random and repeated tokens with the special tokens that the tokenizer prepends to a text,
+        begins_like_text: begin random and repeated tokens with the special tokens that the tokenizer puts before text,
             if there are any.
         seed: random seed of random and repeated tokens, and of tokens that a run's recipe replaces; for drawn text,
             the index of the draw, from 0.
