@@ -12,7 +12,8 @@
     Trainer(.., callbacks=[sinklab.monitor(model, every=100).callback()])            # transformers and trl
     Trainer(.., callbacks=[sinklab.monitor(model, every=100).lightning_callback()])  # Lightning
 
-The model's own attention functions are called, so that losses and gradients remain the same bit for bit. All numbers
+The model's own attention functions are called, so that losses and gradients remain the same bit for bit. Code compiled
+by torch.compile runs uncompiled in a block that records, equal up to rounding, and compiled in all others. All numbers
 are of the training batch: means over its sequences (of all micro-batches in the block), padding left out.
 
     sink/rate, sink/rate_layer_l        percentage of (sequence, layer, head) triples with alpha_1 > eps; of one layer
@@ -80,7 +81,7 @@ class Monitor:
         self.every, self.numbers = every, dict[str, float]()
         self.largest_logit_LH: Tensor | None = None
         self.hot_channels = dict[int, int]()
-        self._model, self._adapter, self._eps, self._alert = model, adapt(model), eps, alert
+        self._adapter, self._eps, self._alert = adapt(model), eps, alert
         self._past: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=PAST))
 
     @contextmanager
@@ -96,7 +97,7 @@ class Monitor:
             return
         record = _Record(self._adapter.leading)
         with ExitStack() as stack:
-            stack.enter_context(uncompiled(self._model))
+            stack.enter_context(uncompiled())
             stack.enter_context(
                 hooked([self._adapter.module.register_forward_pre_hook(record.entering, with_kwargs=True)])
             )

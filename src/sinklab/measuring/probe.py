@@ -113,8 +113,8 @@ def probe(model: PreTrainedModel) -> Iterator[Recorder]:
     after the end of a sequence.
 
     Args:
-        model: Hugging Face causal language model, or an exported sinklab model. A compiled model runs uncompiled in the
-            `with` block.
+        model: Hugging Face causal language model, or an exported sinklab model. Compiled code, of the model or around it,
+            runs uncompiled in the `with` block.
 
     Raises:
         SinklabError: if another thread probes the model. In a forward pass, if an attention function does not compute
@@ -124,11 +124,11 @@ def probe(model: PreTrainedModel) -> Iterator[Recorder]:
         InputError: if the model is not a Hugging Face model or its weights are on the meta device. In a forward pass,
             if the attention mask is not a padding mask.
     """
-    given, model = model, unwrapped(model)
+    model = unwrapped(model)
     check_causal_lm(model)
     adapter = NativeAdapter(cast("Transformer", model.transformer)) if family_of(model).exported else adapt(model)
     recording = adapter_records(model, adapter, (), None, unchanged=True)
-    with uncompiled(given), recording as watch, generating(model, watch):
+    with uncompiled(), recording as watch, generating(model, watch):
         yield watch
 
 
