@@ -113,8 +113,8 @@ def probe(model: PreTrainedModel) -> Iterator[Recorder]:
     after the end of a sequence.
 
     Args:
-        model: Hugging Face causal language model, or an exported sinklab model. Compiled code, of the model or around it,
-            runs uncompiled in the `with` block.
+        model: Hugging Face causal language model, or an exported sinklab model. Compiled code, of the model or around
+            it, runs uncompiled in the `with` block.
 
     Raises:
         SinklabError: if another thread probes the model. In a forward pass, if an attention function does not compute
