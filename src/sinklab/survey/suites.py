@@ -72,8 +72,8 @@ class SavedModel:
 def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
     """List the checkpoints of a model, ordered by step or by tokens.
 
-    A folder is skipped if its name contains neither a step nor a number of tokens, or if it has no config.json and, for a
-    PEFT adapter, no adapter_config.json.
+    A folder is skipped if its name contains neither a step nor a number of tokens, or if it is neither a model
+    (config.json) nor a PEFT adapter (adapter_config.json).
 
     Args:
         model: Hugging Face id if `revisions` are passed; else a folder of checkpoints or a run directory.
