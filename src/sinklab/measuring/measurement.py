@@ -316,8 +316,8 @@ class Measurement(WithArrays):
         heads has a sink_rate_eps_X for other thresholds too. The norm ratios are hidden_norm_ratio (after the block),
         key_norm_ratio, value_norm_ratio and gradient_norm_ratio. Columns that do not apply to the model are left out.
         hidden_norm_ratio is also left out if some blocks have no attention. If `importance_visible` is not None, each
-        column of importance, importance_first or a sink rate is followed by a column with `_visible` in its name (no sink
-        rate of heads).
+        column of importance, importance_first or a sink rate is followed by a column with `_visible` in its name; the
+        sink rates of heads are not.
 
         Raises:
             InputError: if the table is unknown.
