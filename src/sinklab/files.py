@@ -56,6 +56,7 @@ TABLES = {  # first columns of each table
     "importance": ("layer", "head", "position", "importance"),
     "positions": ("position", "sink_rate"),
     "layers": ("layer", "importance_first"),
+    "heads": ("layer", "head", "sink_rate"),
 }
 
 

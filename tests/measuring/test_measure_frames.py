@@ -50,6 +50,21 @@ def test_positions_and_layers_are_tables_too(tmp_path: Path) -> None:
     assert {len(values) for values in layers.values()} == {L}
 
 
+def test_heads_are_a_table(tmp_path: Path) -> None:
+    rates = made_measurement().sink_rate
+    measured = made_measurement(bias=True).model_copy(update={"sink_rates": {"0.3": rates, "0.1": rates}})
+    measured.to_csv(tmp_path / "heads.csv", "heads")
+    measured.to_csv(tmp_path / "heads.csv", "heads")
+    head, rows = rows_of(tmp_path / "heads.csv")
+    assert head == ["layer", "head", "sink_rate", "sink_rate_eps_0.1", "importance_first", "importance_bias"]
+    assert [row[:2] for row in rows] == [[str(layer), str(one)] for layer in range(1, L + 1) for one in range(1, H + 1)]
+    for layer, one, rate, other, share, _ in rows:
+        first_N = measured.importance_first[:, int(layer) - 1, int(one) - 1]
+        assert float(rate) == 100 * (first_N > measured.eps).mean()
+        assert float(other) == 100 * (first_N > 0.1).mean()
+        assert float(share) == pytest.approx(first_N.mean(), rel=1e-5)
+
+
 def test_what_a_mask_makes_different_stands_beside_it() -> None:
     plain = made_measurement()
     other = plain.model_copy(update={"importance_visible": plain.importance / 2, "sink_rate_visible": [0.0] * T})
@@ -59,8 +74,8 @@ def test_what_a_mask_makes_different_stands_beside_it() -> None:
 
 
 def test_an_unknown_table_or_chart_is_refused_with_those_there_are() -> None:
-    with pytest.raises(InputError, match="choose from importance, positions, layers"):
-        made_measurement().to_dataframe("heads")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="choose from importance, positions, layers, heads"):
+        made_measurement().to_dataframe("head")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="choose from heads, layers, positions, norms"):
         made_measurement().plot("importance")  # type: ignore[arg-type]
 

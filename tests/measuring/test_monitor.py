@@ -9,6 +9,7 @@ import torch
 import transformers as hf
 from families import family_tokens, pair_of
 from torch import nn
+from transformers.masking_utils import flash_attention_mask
 
 import sinklab
 from sinklab.errors import InputError
@@ -188,6 +189,52 @@ def test_a_padding_mask_is_read_by_position_as_by_name() -> None:
     with monitor(2) as placed:
         model(tokens, mask)
     assert placed == named != plain
+
+
+def varlen(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    """Causal attention within packed sequences, which are known from the lengths alone, as in flash attention."""
+    assert mask is None
+    lengths = options["cu_seq_lens_q"].diff().tolist()
+    parts = (x.split(lengths, 2) for x in (q, *(x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))))
+    window = options.get("sliding_window") or q.shape[2]
+    masks = [torch.ones(n, n, dtype=torch.bool).tril().triu(1 - window) for n in lengths]
+    outs = [nn.functional.scaled_dot_product_attention(*one) for one in zip(*parts, masks, strict=True)]
+    return torch.cat(outs, 2).transpose(1, 2), None
+
+
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "mistral, window 5"])
+def test_packed_sequences_have_the_numbers_of_the_same_sequences_in_rows(kind: str, flash: bool) -> None:
+    model, tokens = small_model(kind).eval(), family_tokens()
+    rows, packed = ([tokens[:2], tokens[2:3, :5]], torch.cat((tokens[:2].reshape(1, -1), tokens[2:3, :5]), 1))
+    shares = []
+    monitor = sinklab.monitor(model, every=1, eps=0.1)
+    for part in rows:
+        with monitor(0) as numbers:
+            model(part)
+        shares += [numbers] * len(part)
+    lengths = [tokens.shape[1]] * 2 + [5]
+    options: dict[str, Any] = {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None]}
+    if flash:
+        options["cu_seq_lens_q"] = torch.tensor([0, *lengths]).cumsum(0).int()
+        hf.AttentionInterface.register("varlen", varlen)
+        hf.AttentionMaskInterface.register("varlen", flash_attention_mask)
+        model.set_attn_implementation("varlen")
+    with monitor(0) as found:
+        model(packed, use_cache=False, **options)
+    for name in ("sink/rate", "sink/share", "sink/entropy", "sink/share_layer_2"):
+        assert found[name] == pytest.approx(sum(one[name] for one in shares) / 3, rel=1e-4), name
+    assert found["sink/rate"] > 0
+
+
+def test_sequences_are_not_counted_one_by_one_if_attention_crosses_them() -> None:
+    model, tokens = small_model().eval(), family_tokens()[:1]
+    places = (torch.arange(tokens.shape[1]) % 5)[None]
+    monitor = sinklab.monitor(model, every=1)
+    with sinklab.probe(model) as watch, monitor(0) as numbers:
+        model(tokens, position_ids=places, attention_mask=torch.ones_like(tokens))
+    share = torch.stack([one.importance_BHT[..., 0] for one in watch.layers]).mean()
+    assert numbers["sink/share"] == pytest.approx(float(share), rel=1e-4)
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])

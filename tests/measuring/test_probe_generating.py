@@ -60,6 +60,25 @@ def read_of(text_BT: Tensor, prompt: int) -> list[Tensor]:
     return rows
 
 
+@torch.no_grad()
+def test_the_measurement_of_a_probe_is_that_of_its_sequences(model: Any) -> None:
+    with sinklab.probe(model) as watch:
+        with pytest.raises(SinklabError, match="no forward pass was recorded"):
+            watch.measurement()
+        text_BT = model.generate(PROMPTS, attention_mask=torch.ones_like(PROMPTS), do_sample=False, **HOW)
+        model(PROMPTS[:1, :3])
+    rows = [*read_of(text_BT, PROMPTS.shape[1]), PROMPTS[0, :3]]
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    found = watch.measurement(eps=0.1, model_name="mine")
+    expected = sinklab.measure(model, tokens, attention_mask=mask, eps=0.1)
+    assert found.sink_rate == expected.sink_rate
+    assert (found.sequences, found.length, found.model, found.loss) == (3, expected.length, "mine", None)
+    for name in ("importance", "importance_first", "key_norm", "value_norm"):
+        torch.testing.assert_close(*(torch.from_numpy(getattr(one, name)) for one in (found, expected)))
+    assert len(found.columns("heads")["sink_rate"]) == 8
+
+
 @pytest.mark.parametrize(
     "how", [{"do_sample": True, "num_return_sequences": 8, "top_k": 0}, {"do_sample": False}, {"use_cache": False}]
 )

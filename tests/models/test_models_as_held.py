@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import sinklab
 from sinklab.errors import InputError
+from sinklab.models.adapter import adapt
+from sinklab.models.hooks import intercept
 from sinklab.models.huggingface.loading import Loading, load_pretrained, pick_dtype
 from sinklab.opening import open_model
 
@@ -38,18 +40,57 @@ def refused(graph: Any, inputs: Any) -> Any:
 
 
 @pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("forward", [False, True])
 def test_a_model_compiled_in_place_is_measured_and_recorded_as_it_was(
-    whole: bool, model: Any, folder: Path, tokens: Tensor
+    forward: bool, whole: bool, model: Any, folder: Path, tokens: Tensor
 ) -> None:
     compiled = load_pretrained(str(folder)).model
     for part in [compiled] if whole else compiled.model.layers:
-        part.compile(backend=refused)
+        if forward:
+            part.forward = torch.compile(part.forward, backend=refused, fullgraph=True)
+        else:
+            part.compile(backend=refused)
     assert_same(compiled, model, tokens)
     with sinklab.probe(compiled) as watch:
         logits = compiled(tokens).logits
     assert torch.equal(logits, model(tokens).logits)
     expected = torch.from_numpy(sinklab.measure(model, tokens).importance[0])
     torch.testing.assert_close(watch.layers[0].importance_BHT.mean(0), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_only_recorded_passes_of_compiled_code_around_a_model_run_uncompiled(model: Any, tokens: Tensor) -> None:
+    graphs, kernels = [], []
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def kernel(graph: Any, inputs: Any) -> Any:
+        kernels.append(graph)
+        return graph.forward
+
+    step = torch.compile(lambda: model(tokens, use_cache=False).logits, backend=counted, fullgraph=True)
+    doubled = torch.compile(lambda x: 2 * x, backend=kernel)
+    monitors = [sinklab.monitor(model, every=2) for _ in range(2)]
+    one, other = (monitor(0) for monitor in monitors)
+    one.__enter__(), other.__enter__()
+    expected = step()
+    one.__exit__(None, None, None)  # callbacks of a Trainer end in the order in which they began
+    step()
+    other.__exit__(None, None, None)
+    with sinklab.probe(model) as watch:
+        step()
+    assert not graphs
+    assert monitors[0].numbers
+    assert watch.layers
+    with monitors[0](1):
+        torch.testing.assert_close(step(), expected)
+    assert len(graphs) == 1
+    with sinklab.probe(model), intercept(adapt(model), compute=lambda layer: doubled(layer.output())):
+        step()
+    assert (len(graphs), len(kernels)) == (1, 1)
+    step()
+    assert len(graphs) == 1
 
 
 def test_a_wrapped_model_is_the_model_inside(model: Any, tokens: Tensor) -> None:

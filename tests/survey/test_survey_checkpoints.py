@@ -21,7 +21,7 @@ from sinklab.report.collect import collect
 from sinklab.report.figures import figures
 from sinklab.report.page import write_report
 from sinklab.survey.measure import measure_model
-from sinklab.survey.suites import SuiteDocument, measure_checkpoints, saved_models, step_in
+from sinklab.survey.suites import SuiteDocument, folders_without_step, measure_checkpoints, saved_models, step_in
 from sinklab.train.run import load_run
 
 SMALL = Request(options=Options(eps=(0.15,)), sequences=4, length=12)
@@ -43,6 +43,30 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "checkpoint-7").mkdir()  # torn: nothing in it
     first.rename(folder / "final")  # has no step
     return folder
+
+
+def test_adapters_are_checkpoints_too(training: Path, text: Path, tmp_path: Path) -> None:
+    for name in ("checkpoint-10", "checkpoint-5", "best"):
+        (tmp_path / "listed" / name).mkdir(parents=True)
+        (tmp_path / "listed" / name / "adapter_config.json").write_text("{}")
+    assert [one.step for one in saved_models(str(tmp_path / "listed"), [])] == [5, 10]
+    assert folders_without_step(tmp_path / "listed") == ["best"]
+
+    peft = pytest.importorskip("peft", reason="needs peft")
+    torch.manual_seed(0)
+    base = training / "checkpoint-20"
+    lora = peft.LoraConfig(r=4, lora_alpha=64, target_modules=["query_key_value"], init_lora_weights=False)
+    adapted = peft.get_peft_model(hf.AutoModelForCausalLM.from_pretrained(base), lora)
+    for step in (1, 2):
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                parameter.mul_(1.5 if parameter.requires_grad else 1.0)
+        adapted.save_pretrained(tmp_path / "lora" / f"checkpoint-{step}")
+    measured = measure_checkpoints(str(tmp_path / "lora"), [], text, SMALL).outcome.measured
+    assert [*measured] == ["step_1", "step_2"]
+    for step in (1, 2):
+        alone = measure_model(str(tmp_path / "lora" / f"checkpoint-{step}"), text, SMALL)
+        assert (measured[f"step_{step}"].importance == alone.importance).all()
 
 
 @pytest.fixture

@@ -17,18 +17,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sinklab.attention import importance as metrics
+from sinklab.attention.masks import RealTokens
 from sinklab.errors import SinklabError, is_out_of_memory
 from sinklab.measuring.findings import MassiveActivation
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options
-from sinklab.measuring.records import Batch, View, joined, visibility_note
+from sinklab.measuring.records import Batch, LayerRecord, View, batch_of, joined, visibility_note
 from sinklab.measuring.statistics.collecting import DetailTotals
 from sinklab.models.hooks import Progress
 
@@ -349,6 +350,39 @@ def measurement_from(
         importance_bias=None if bias is None else _with_gaps(bias.float().numpy(), totals.biased),
         **arrays,
     )
+
+
+def measurement_of_records(
+    passes: Sequence[tuple[Sequence[LayerRecord], RealTokens]],
+    eps: float,
+    model_name: str,
+    *,
+    seconds: float,
+    backend: str,
+    dtype: str,
+) -> Measurement:
+    """Return the measurement of recorded forward passes; the loss, hidden states and `bos` are not known.
+
+    Args:
+        passes: records of the attention layers and real tokens of each forward pass.
+        eps: threshold of the sink rate on the importance alpha, in (0, 1).
+        model_name: model name, stored with the result.
+
+    Raises:
+        InputError: if `eps` is invalid.
+        SinklabError: if there are no passes, values are NaN or infinite, or the layers differ in their number of heads.
+    """
+    if not passes:
+        raise SinklabError("no forward pass was recorded: call the model inside the `with` block")
+    options = Options(eps=cast(tuple[float, ...], eps), model_name=model_name)
+    totals = Accumulator(options.eps, max(layers[0].importance_BHT.shape[-1] for layers, _ in passes))
+    nothing = torch.zeros((), dtype=torch.float64)
+    for layers, real in passes:
+        totals.add(batch_of(layers, [], real, (nothing, 0), None).on_cpu())
+    proxy = any(layer.row_sums_BH is not None for layers, _ in passes for layer in layers)
+    found = measurement_from(totals, Cost(seconds), options, proxy=proxy, backend=backend, dtype=dtype)
+    lengths = [length for _, real in passes for length in real.count_B.tolist()]
+    return found.model_copy(update={"sequence_lengths": lengths}) if min(lengths) < max(lengths) else found
 
 
 def _with_gaps(bias_AH: np.ndarray, biased: Sequence[bool]) -> np.ndarray:

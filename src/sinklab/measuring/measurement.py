@@ -29,7 +29,7 @@ from sinklab.measuring.statistics.statistic_base import Array, ArrayOrNone, Axes
 from sinklab.schema import Omitted, Ratio
 
 Columns = dict[str, np.ndarray]
-TableName = Literal["importance", "positions", "layers"]
+TableName = Literal["importance", "positions", "layers", "heads"]
 TABLES: tuple[TableName, ...] = get_args(TableName)
 FORMATS = ("csv", "parquet")
 
@@ -310,9 +310,13 @@ class Measurement(WithArrays):
             rate if k == 1 or rate > most else None for k, (rate, most) in enumerate(zip(rates, short, strict=True), 1)
         ]
 
-    def sink_rate_of_heads(self) -> np.ndarray:
-        """Return the percentage of sequences with alpha_1 > eps (L, H); the mean over layers and heads is Sink_1."""
-        return 100 * (self.importance_first > self.eps).mean(0)
+    def sink_rate_of_heads(self, eps: float | None = None) -> np.ndarray:
+        """Return the percentage of sequences with alpha_1 > eps (L, H); the mean over layers and heads is Sink_1.
+
+        Args:
+            eps: threshold on alpha; by default `self.eps`.
+        """
+        return 100 * (self.importance_first > (self.eps if eps is None else eps)).mean(0)
 
     def columns(self, table: TableName = "importance") -> Columns:
         """Return a table as columns of equal length; positions, layers and heads are 1-based.
@@ -322,11 +326,13 @@ class Measurement(WithArrays):
         | importance | layer, head and position | layer, head, position, importance |
         | positions | position | position, sink_rate, sink_rate_eps_X for other thresholds (%), uniform_ratio |
         | layers | attention layer | layer, importance_first, importance_bias, row_sum (means over heads), norm ratios |
+        | heads | layer and head | layer, head, sink_rate (position 1), importance_first, importance_bias, row_sum |
 
-        The norm ratios are hidden_norm_ratio (after the block), key_norm_ratio, value_norm_ratio and
-        gradient_norm_ratio. Columns that do not apply to the model are left out. hidden_norm_ratio is also left out if
-        some blocks have no attention. If `importance_visible` is not None, each column of importance, importance_first
-        or a sink rate is followed by a column with `_visible` in its name.
+        heads has a sink_rate_eps_X for other thresholds too. The norm ratios are hidden_norm_ratio (after the block),
+        key_norm_ratio, value_norm_ratio and gradient_norm_ratio. Columns that do not apply to the model are left out.
+        hidden_norm_ratio is also left out if some blocks have no attention. If `importance_visible` is not None, each
+        column of importance, importance_first or a sink rate is followed by a column with `_visible` in its name; the
+        sink rates of heads are not.
 
         Raises:
             InputError: if the table is unknown.
@@ -350,6 +356,18 @@ class Measurement(WithArrays):
                 found[f"sink_rate_eps_{eps}"] = rate
                 found[f"sink_rate_visible_eps_{eps}"] = (self.sink_rates_visible or {}).get(eps)
             found["uniform_ratio"] = self.uniform_ratio
+        elif table == "heads":
+            layer_LH, head_LH = np.indices((self.layers, self.heads)) + 1
+            found = {"layer": layer_LH.ravel(), "head": head_LH.ravel(), "sink_rate": self.sink_rate_of_heads().ravel()}
+            for eps in list(self.sink_rates or {})[1:]:
+                found[f"sink_rate_eps_{eps}"] = self.sink_rate_of_heads(float(eps)).ravel()
+            for name, of_LH in {
+                "importance_first": self.importance[:, :, 0],
+                "importance_first_visible": None if visible_LHT is None else visible_LHT[:, :, 0],
+                "importance_bias": self.importance_bias,
+                "row_sum": self.row_sums,
+            }.items():
+                found[name] = None if of_LH is None else of_LH.ravel()
         else:
             hidden = self.hidden_norm_ratio or []
             found = {

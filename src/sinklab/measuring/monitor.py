@@ -12,8 +12,10 @@
     Trainer(.., callbacks=[sinklab.monitor(model, every=100).callback()])            # transformers and trl
     Trainer(.., callbacks=[sinklab.monitor(model, every=100).lightning_callback()])  # Lightning
 
-The model's own attention functions are called, so that losses and gradients remain the same bit for bit. All numbers
-are of the training batch: means over its sequences (of all micro-batches in the block), padding left out.
+The model's own attention functions are called, so that losses and gradients remain the same bit for bit. Code compiled
+by torch.compile runs uncompiled in a block that records, equal up to rounding, and compiled in all others. All numbers
+are of the training batch: means over its sequences (of all micro-batches in the block), padding left out. The sequences
+packed into a row (`position_ids` that restart, `cu_seq_lens_q`) count one by one, if attention does not cross them.
 
     sink/rate, sink/rate_layer_l        percentage of (sequence, layer, head) triples with alpha_1 > eps; of one layer
     sink/share, sink/share_layer_l      alpha_1, the mean attention of the queries to the first token
@@ -38,6 +40,7 @@ from torch import Tensor, nn
 from transformers.trainer_callback import TrainerCallback
 
 from sinklab.attention.layer_call import LayerCall
+from sinklab.attention.masks import visible_keys
 from sinklab.errors import InputError, require_extra
 from sinklab.measuring.findings import MASSIVE, MASSIVE_RATIO
 from sinklab.measuring.statistics.details import kurtosis
@@ -50,6 +53,7 @@ from sinklab.models.hooks import (
     residual_stream,
     uncompiled,
 )
+from sinklab.models.huggingface.interface import packed_sequences
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -80,7 +84,7 @@ class Monitor:
         self.every, self.numbers = every, dict[str, float]()
         self.largest_logit_LH: Tensor | None = None
         self.hot_channels = dict[int, int]()
-        self._model, self._adapter, self._eps, self._alert = model, adapt(model), eps, alert
+        self._adapter, self._eps, self._alert = adapt(model), eps, alert
         self._past: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=PAST))
 
     @contextmanager
@@ -96,7 +100,7 @@ class Monitor:
             return
         record = _Record(self._adapter.leading)
         with ExitStack() as stack:
-            stack.enter_context(uncompiled(self._model))
+            stack.enter_context(uncompiled())
             stack.enter_context(
                 hooked([self._adapter.module.register_forward_pre_hook(record.entering, with_kwargs=True)])
             )
@@ -215,11 +219,14 @@ class _Record:
         self.gates: defaultdict[int, list[float]] = defaultdict(list)
         self._leading = leading
         self._mask_BT: Tensor | None = None
+        self._packed_BT: Tensor | None = None
 
     def entering(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the model: keep the padding mask."""
-        mask = named_arguments(forward_signature(module), args, kwargs).get("attention_mask")
+        """Forward pre-hook of the model: keep the padding mask and the numbers of packed sequences."""
+        given = named_arguments(forward_signature(module), args, kwargs)
+        mask = given.get("attention_mask")
         self._mask_BT = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        self._packed_BT = packed_sequences(**{**given, **kwargs})
 
     @torch.no_grad()
     def gate(self, index: int, gates_BHTX: Tensor) -> None:
@@ -242,35 +249,45 @@ class _Record:
         B, H, T, D = call.q_BHTD.shape
         S, G = call.k_BGTD.shape[2], call.k_BGTD.shape[1]
         counted_BS = self._counted(call.k_BGTD[:, 0])
-        first_B = counted_BS.int().argmax(1)
+        at_BS = torch.arange(S, device=counted_BS.device).expand(B, S)
+        begins_BS = at_BS == 0
+        if self._packed_BT is not None and self._packed_BT.shape[1] == S == T:
+            separate_BS = visible_keys(call.mask, T, at_BS.device)[:, 0] == 1  # the first token sees no other sequence
+            begins_BS = begins_BS | (self._packed_BT.diff(prepend=self._packed_BT[:, :1]).bool() & separate_BS)
+        number_BS = begins_BS.flatten().cumsum(0).view(B, S) - 1  # of the sequence of each position
+        number_BT, counted_BT = (x_BS[:, S - T :] for x_BS in (number_BS, counted_BS))
+        count_N = number_BT[counted_BT].bincount(minlength=int(number_BS.max()) + 1)
+        first_N = torch.full_like(count_N, S).scatter_reduce(0, number_BS[counted_BS], at_BS[counted_BS], "amin")
+        first_BT = first_N[number_BT]
         scale = D**-0.5 if call.scale is None else call.scale
-        share_BH = call.q_BHTD.new_zeros(B, H, dtype=torch.float32)
-        entropy_BH, bias_BH = torch.zeros_like(share_BH), torch.zeros_like(share_BH)
-        logit_H = share_BH.new_full((H,), -torch.inf)
+        share_BHT = call.q_BHTD.new_zeros(B, H, T, dtype=torch.float32)
+        entropy_BHT, bias_BHT = torch.zeros_like(share_BHT), torch.zeros_like(share_BHT)
+        logit_H = share_BHT.new_full((H,), -torch.inf)
         for rows in layer.rows():
             queries, keys = rows.block.rows, rows.block.keys
             weights_BHQK = rows.weights_BHQS
-            counted_B1Q = counted_BS[:, None, queries]
-            start, stop, _ = keys.indices(S)
-            inside_B = (first_B >= start) & (first_B < stop)
-            at_BHQ1 = (
-                (first_B - start).clamp(0, stop - start - 1)[:, None, None, None].expand(*weights_BHQK.shape[:3], 1)
-            )
-            first_BHQ = weights_BHQK.gather(-1, at_BHQ1)[..., 0] * inside_B[:, None, None]
-            share_BH += (first_BHQ * counted_B1Q).sum(-1)
-            entropy_BH += (torch.special.entr(weights_BHQK.clamp(min=0)).sum(-1) * counted_B1Q).sum(-1)
+            first_BQ, (start, stop, _) = first_BT[:, queries], keys.indices(S)
+            at_BHQ1 = (first_BQ - start).clamp(0, stop - start - 1)[:, None, :, None].expand(-1, H, -1, 1)
+            inside_B1Q = ((first_BQ >= start) & (first_BQ < stop))[:, None]
+            share_BHT[:, :, queries] = weights_BHQK.gather(-1, at_BHQ1)[..., 0] * inside_B1Q
+            entropy_BHT[:, :, queries] = torch.special.entr(weights_BHQK.clamp(min=0)).sum(-1)
             if rows.bias_BHQ is not None:
-                bias_BH += (rows.bias_BHQ * counted_B1Q).sum(-1)
+                bias_BHT[:, :, queries] = rows.bias_BHQ
             k_BHKD = call.k_BGTD[:, :, keys].repeat_interleave(H // G, 1)
             z_BHQK = call.q_BHTD[:, :, queries] @ k_BHKD.mT * scale
-            seen_BHQK = (weights_BHQK > 0) & counted_B1Q[..., None]
+            seen_BHQK = (weights_BHQK > 0) & counted_BT[:, None, queries, None]
             logit_H = torch.maximum(logit_H, z_BHQK.float().masked_fill(~seen_BHQK, -torch.inf).amax((0, 2, 3)))
-        count_B1 = counted_BS.sum(1, keepdim=True)
-        self.shares[layer.index].append((share_BH / count_B1).cpu())
-        self.entropies[layer.index].append(float((entropy_BH / count_B1).mean()))
+
+        def mean(x_BHT: Tensor) -> Tensor:  # over the queries of each sequence, (N, H)
+            sums_NH = x_BHT.new_zeros(len(count_N), H)
+            sums_NH.index_add_(0, number_BT[counted_BT], x_BHT.transpose(1, 2)[counted_BT])
+            return (sums_NH / count_N[:, None])[count_N > 0]  # padding may begin like a sequence
+
+        self.shares[layer.index].append(mean(share_BHT).cpu())
+        self.entropies[layer.index].append(float(mean(entropy_BHT).mean()))
         self.logits[layer.index].append(logit_H.cpu())
-        if bias_BH.any():
-            self.biases.append(float((bias_BH / count_B1).mean()))
+        if bias_BHT.any():
+            self.biases.append(float(mean(bias_BHT).mean()))
 
 
 @torch.no_grad()

@@ -31,6 +31,8 @@ from sinklab.attention.masks import CAUSAL, RealTokens, Window, real_tokens, vis
 from sinklab.attention.primitive import flex_serves
 from sinklab.attention.query_blocks import Block, accumulate_dtype
 from sinklab.errors import SinklabError
+from sinklab.measuring.accumulate import measurement_of_records
+from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.records import LayerRecord, end_to_end, seen_over
 from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.measuring.statistics.statistic_base import Angles
@@ -66,7 +68,7 @@ class Recorder(ABC):
         self._model, self._lengths, self._details = model, tuple(lengths), details
         self._signature = forward_signature(model)
         self._expected = expected
-        self._done: list[list[LayerRecord]] = []  # of completed sequences
+        self._done: list[tuple[list[LayerRecord], RealTokens]] = []  # of completed sequences
         self._tokens_BT: Tensor | None = None
         self._real: RealTokens | None = None
         self._paused = self._whole = False
@@ -86,8 +88,21 @@ class Recorder(ABC):
 
         Values past the end of a sequence are 0. The sequences of a pass that failed are left out.
         """
-        batches = [layers for layers in (*self._done, self._latest() if self._whole else []) if layers]
-        return [end_to_end(parts) for parts in zip(*batches, strict=True)]
+        return [end_to_end(parts) for parts in zip(*(layers for layers, _ in self._batches()), strict=True)]
+
+    def measurement(self, eps: float = 0.3, model_name: str = "") -> Measurement:
+        """Return the measurement of all sequences so far: sink rates, importance, norms of keys and values.
+
+        `seconds` is 0. See `measurement_of_records` for the arguments and errors.
+        """
+        dtype = str(self._model.dtype).removeprefix("torch.")
+        return measurement_of_records(self._batches(), eps, model_name, seconds=0.0, backend=self.backend, dtype=dtype)
+
+    def _batches(self) -> list[tuple[list[LayerRecord], RealTokens]]:
+        """Return the records and real tokens of all sequences, by batch, without those of a pass that failed."""
+        real = self._real if self._whole else None
+        latest = [] if real is None else [(self._latest(), real)]
+        return [(layers, real) for layers, real in (*self._done, *latest) if layers]
 
     def clear(self) -> None:
         """Discard all records."""
@@ -113,8 +128,8 @@ class Recorder(ABC):
             if before_BT is not None and tokens_BT is not None and len(before_BT) == len(tokens_BT):
                 start = before_BT.shape[1]
                 longer = start < tokens_BT.shape[1] and torch.equal(before_BT, tokens_BT[:, :start])
-            if layers and not longer:
-                self._done.append(layers)
+            if layers and not longer and self._real is not None:
+                self._done.append((layers, self._real))
             self._tokens_BT, self._real, self._seen = tokens_BT, None, 0
             self._drop_latest()
         elif kept > self._seen:

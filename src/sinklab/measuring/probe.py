@@ -34,11 +34,10 @@ from sinklab.attention.masks import Dense, real_tokens
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.attention.scores import Score, compose
 from sinklab.errors import InputError, SinklabError
-from sinklab.measuring.accumulate import Accumulator, Cost, measurement_from
+from sinklab.measuring.accumulate import measurement_of_records
 from sinklab.measuring.measurement import Measurement
-from sinklab.measuring.options import Options
 from sinklab.measuring.pretrained_records import READ_AFTERWARDS, Recorder, call_records, matrix_records
-from sinklab.measuring.records import LayerRecord, batch_of, end_to_end, record_of
+from sinklab.measuring.records import LayerRecord, end_to_end, record_of
 from sinklab.measuring.statistics.collecting import DetailsCollector
 from sinklab.model.transformer import Transformer
 from sinklab.models.adapter import Adapter, NativeAdapter, adapt, check_causal_lm, type_text, unwrapped
@@ -100,9 +99,10 @@ def probe(model: PreTrainedModel) -> Iterator[Recorder]:
 
     The attribute `layers` of the yielded recorder has a `LayerRecord` per attention layer, with importance and key and
     value norms: a few numbers per head and token, which are kept until `clear()` is called. The sequences of several
-    passes are concatenated as in one batch. A pass that continues from a KV cache, or repeats the sequences of the last
-    pass with tokens appended, extends their records. A model that bypasses transformers' attention interface
-    (`MatrixRecords`) supports no KV cache: call `generate` with `use_cache=False`.
+    passes are concatenated as in one batch; `measurement()` returns their `Measurement`. A pass that continues from a
+    KV cache, or repeats the sequences of the last pass with tokens appended, extends their records. A model that
+    bypasses transformers' attention interface (`MatrixRecords`) supports no KV cache: call `generate` with
+    `use_cache=False`.
 
     Forward passes remain the same bit for bit, in training too: the model's own attention functions are called. The
     attention weights are computed from their queries, keys and mask, and their outputs are compared with those of
@@ -113,8 +113,8 @@ def probe(model: PreTrainedModel) -> Iterator[Recorder]:
     after the end of a sequence.
 
     Args:
-        model: Hugging Face causal language model, or an exported sinklab model. A compiled model runs uncompiled in the
-            `with` block.
+        model: Hugging Face causal language model, or an exported sinklab model. Compiled code, of the model or around
+            it, runs uncompiled in the `with` block.
 
     Raises:
         SinklabError: if another thread probes the model. In a forward pass, if an attention function does not compute
@@ -124,11 +124,11 @@ def probe(model: PreTrainedModel) -> Iterator[Recorder]:
         InputError: if the model is not a Hugging Face model or its weights are on the meta device. In a forward pass,
             if the attention mask is not a padding mask.
     """
-    given, model = model, unwrapped(model)
+    model = unwrapped(model)
     check_causal_lm(model)
     adapter = NativeAdapter(cast("Transformer", model.transformer)) if family_of(model).exported else adapt(model)
     recording = adapter_records(model, adapter, (), None, unchanged=True)
-    with uncompiled(given), recording as watch, generating(model, watch):
+    with uncompiled(), recording as watch, generating(model, watch):
         yield watch
 
 
@@ -188,29 +188,13 @@ class AttentionWatch:
     def measurement(self, eps: float = 0.3, model_name: str = "") -> Measurement:
         """Return the measurement of all sequences so far: sink rates, importance, norms of keys and values.
 
-        The loss, hidden states and `bos` are not known.
-
-        Args:
-            eps: threshold of the sink rate on the importance alpha, in (0, 1).
-            model_name: model name, stored with the result.
-
-        Raises:
-            InputError: if `eps` is invalid.
-            SinklabError: if there was no forward pass, values are NaN or infinite, or the layers differ in their number
-                of heads.
+        See `measurement_of_records` for the arguments and errors.
         """
-        if not self._passes:
-            raise SinklabError("no forward pass was recorded: call the module inside the block of watch_attention")
-        options = Options(eps=cast(tuple[float, ...], eps), model_name=model_name)
-        totals = Accumulator(options.eps, max(one[0].importance_BHT.shape[-1] for one in self._passes))
-        for layers in self._passes:
-            B, _, T = layers[0].importance_BHT.shape
-            ones_BT = torch.ones(B, T, device=layers[0].importance_BHT.device)
-            nothing = torch.zeros((), dtype=torch.float64)
-            totals.add(batch_of(layers, [], real_tokens(ones_BT), (nothing, 0), None).on_cpu())
-        proxy = any(layer.row_sums_BH is not None for layers in self._passes for layer in layers)
-        cost = Cost(seconds=self._seconds)
-        return measurement_from(totals, cost, options, proxy=proxy, backend="watched", dtype=self._dtype)
+        ones = (torch.ones_like(layers[0].importance_BHT[:, 0]) for layers in self._passes)
+        passes = list(zip(self._passes, map(real_tokens, ones), strict=True))
+        return measurement_of_records(
+            passes, eps, model_name, seconds=self._seconds, backend="watched", dtype=self._dtype
+        )
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the module's `forward` and record its attention."""

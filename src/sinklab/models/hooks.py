@@ -97,23 +97,51 @@ def forward_pass_hooks(
         yield module.register_forward_hook(leave, always_call=True)
 
 
-def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
-    """Run compiled code uncompiled in the `with` block if the module or one of its parts is compiled.
+_guard = threading.Lock()
+_eager: list[Any] = []  # stance of the active blocks of `uncompiled`, once for each
 
-    Compiled code ignores hooks that are added later, or is compiled again because of them.
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run compiled code uncompiled in the `with` block, but not the attention functions of intercepted calls.
+
+    Compiled code ignores hooks that are added later, or they are compiled with it. Blocks may end in any order.
     """
-    parts = module.modules()
-    compiled = any(type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None for part in parts)
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    with _guard:
+        _eager.append(_eager[0] if _eager else torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        with _guard:
+            stance = _eager.pop()
+            if not _eager:
+                stance.__exit__(None, None, None)
+
+
+@contextmanager
+def compiled_kernels() -> Iterator[None]:
+    """Suspend `uncompiled` in the `with` block: FlexAttention needs its compiled kernel, or it stores T x T scores."""
+    for stance in _eager[:1]:
+        stance.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        for stance in _eager[:1]:
+            stance.__enter__()
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    by_forward = hasattr(vars(part).get("forward"), "get_compiler_config")  # model.forward = torch.compile(..)
+    return by_forward or type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode, without gradients and compiled code, in the `with` block; then restore every module."""
+    """Set evaluation mode, without gradients and compiled modules, in the `with` block; then restore every module."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad(), uncompiled(model):
+        with torch.no_grad(), uncompiled() if any(map(_is_compiled, model.modules())) else nullcontext():
             yield
     finally:
         for module, training in before:
@@ -231,7 +259,6 @@ def residual_stream(blocks: Sequence[nn.Module], read: Callable[[Tensor], Seen])
 
 Locks = WeakKeyDictionary[nn.Module, Any]  # reentrant locks by model
 
-_guard = threading.Lock()
 _measured: Locks = WeakKeyDictionary()
 _probed: Locks = WeakKeyDictionary()
 
@@ -321,6 +348,7 @@ class _Handler:
                 layer = use.edit(layer)
         return layer
 
+    @compiled_kernels()
     def output(self, layer: LayerCall) -> Tensor:
         compute = next((use.compute for use in self.uses if use.compute is not None), None)
         fixed = compute is not None or (layer.library is not None and layer.library.fixed)

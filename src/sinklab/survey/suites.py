@@ -37,7 +37,7 @@ from sinklab.train.checkpoint import steps_saved
 StepUnit = Literal["step", "tokens"]
 """Unit of the numbers in checkpoint names."""
 
-CONFIG = "config.json"
+CONFIGS = ("config.json", "adapter_config.json")  # a directory with one of them is a model or a PEFT adapter
 STEP = re.compile(
     r"(?:(?:^|[^a-z])(?:global[-_]?)?(?:step|checkpoint|ckpt|chck|iter)[-_]?|^(?=\d+k?$))(\d+)(k?)(?![a-z\d]|\.\d)",
     re.I,
@@ -72,7 +72,8 @@ class SavedModel:
 def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
     """List the checkpoints of a model, ordered by step or by tokens.
 
-    A folder is skipped if its name contains neither a step nor a number of tokens, or if it has no config.json.
+    A folder is skipped if its name contains neither a step nor a number of tokens, or if it is neither a model
+    (config.json) nor a PEFT adapter (adapter_config.json).
 
     Args:
         model: Hugging Face id if `revisions` are passed; else a folder of checkpoints or a run directory.
@@ -92,7 +93,7 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
     elif is_run(model):
         named = [(f"step_{step}", model, None) for step in steps_saved(folder / "checkpoints")]
     elif folder.is_dir():
-        named = [(path.name, str(path), None) for path in sorted(folder.iterdir()) if (path / CONFIG).is_file()]
+        named = [(name, str(folder / name), None) for name in _model_folders(folder)]
     else:
         raise InputError(
             f"{model} is not a folder of checkpoints or a run: select the checkpoints of a model on the hub by branch "
@@ -107,7 +108,7 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
     if not found:
         raise InputError(
             f"{model} contains no checkpoints: expected folders such as checkpoint-100, step1000 or chck_100M with a "
-            "config.json each, or a run directory with checkpoints"
+            "config.json or adapter_config.json each, or a run directory with checkpoints"
         )
     found.sort(key=lambda one: one.step)
     for one, other in pairwise(found):
@@ -124,8 +125,11 @@ def saved_models(model: str, revisions: Sequence[str]) -> list[SavedModel]:
 
 def folders_without_step(folder: Path) -> list[str]:
     """Return the sorted names of the model folders that `saved_models` skips because of their names; none for a run."""
-    folders = [] if is_run(str(folder)) else sorted(path.parent.name for path in folder.glob("*/config.json"))
-    return [name for name in folders if step_in(name) is None]
+    return [] if is_run(str(folder)) else [name for name in _model_folders(folder) if step_in(name) is None]
+
+
+def _model_folders(folder: Path) -> list[str]:
+    return sorted({path.parent.name for name in CONFIGS for path in folder.glob(f"*/{name}")})
 
 
 def step_in(name: str) -> tuple[int, StepUnit] | None:

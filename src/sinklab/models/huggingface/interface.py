@@ -44,7 +44,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_overlay
+from transformers.masking_utils import (
+    causal_mask_function,
+    find_packed_sequence_indices,
+    flash_attention_mask,
+    sdpa_mask,
+    sliding_window_overlay,
+)
 
 from sinklab.attention import masks
 from sinklab.attention.layer_call import LayerCall, LibraryKernel
@@ -198,6 +204,20 @@ def as_for_sdpa(mask: Any, T: int, S: int, window: int | None, device: torch.dev
         if bool(mask.where(visible, 0).any()):
             return mask
     return None if bool((visible == causal_TS).all()) else visible
+
+
+def packed_sequences(position_ids: Any = None, cu_seq_lens_q: Any = None, **_: Any) -> Tensor | None:
+    """Return the number of the packed sequence of each token, (B or 1, T); None if every row is one sequence.
+
+    Args:
+        position_ids: positions (B or 1, T); a sequence begins where they do not increase by one, as in transformers.
+        cu_seq_lens_q: cumulative lengths of the sequences of a single row, from 0, which take precedence.
+    """
+    if isinstance(cu_seq_lens_q, Tensor):
+        at_T = torch.arange(int(cu_seq_lens_q[-1]), device=cu_seq_lens_q.device)
+        return torch.bucketize(at_T, cu_seq_lens_q[1:], right=True)[None]
+    of_tokens = isinstance(position_ids, Tensor) and position_ids.ndim == 2
+    return find_packed_sequence_indices(position_ids) if of_tokens else None
 
 
 class SoftmaxCheck:
@@ -538,7 +558,13 @@ class OwnAttention:
             with torch.random.fork_rng([query.device] if query.is_cuda else []):
                 return by_head(function(module, *args, **{**options, "dropout": 0.0}))
 
-        converted = self._masks.convert(mask, query, key, given.get("sliding_window"))
+        window = given.get("sliding_window")
+        converted = self._masks.convert(mask, query, key, window)
+        masked_by = AttentionMaskInterface._global_mapping.get(implementation_of(module))
+        flash = masked_by is flash_attention_mask and mask is None and B == 1 and key.shape[2] == T
+        if flash and (packed_BT := packed_sequences(**given)) is not None:  # no mask shows them
+            rule = masks.both(masks.Window(window) if window else masks.CAUSAL, masks.Document(packed_BT))
+            converted = MaskTensor(rule, partial(create_mask, rule.allowed, 1, 1, T, T), (1, 1, T, T), query.device)
         layer = read_call(module, query, key, value, converted, **given)
         layer = replace(layer, library=LibraryKernel(implementation_of(module), output, fixed=True))
         self._check.compare(module, layer, output, without_dropout if options.get("dropout") else output)
