@@ -1,5 +1,7 @@
 """`sinklab.measure` on a text: a model by its name or in memory, with its own tokenizer or another."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,23 @@ def test_a_text_gives_the_bits_of_its_tokens(tmp_path: Path) -> None:
         assert by_tokens.loss == by_text.loss
         assert by_tokens.sink_rate == by_text.sink_rate
         assert np.array_equal(by_tokens.importance, by_text.importance)
+
+
+def test_the_column_of_rows_is_named_in_python_and_on_the_command_line(
+    tmp_path: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    folder, text = tiny_model(tmp_path / "model"), text_file(tmp_path / "text.jsonl")
+    expected = sinklab.measure(str(folder), text=text, sequences=6, length=16)
+    renamed = tmp_path / "renamed.jsonl"
+    renamed.write_text(text.read_text().replace('{"text"', '{"instruction": "Add.", "output"'))
+    found = sinklab.measure(str(folder), text=renamed, column="output", sequences=6, length=16)
+    assert numbers(found) == numbers(expected)
+    options = ("--text", renamed, "--column", "output", "--sequences", "6", "--length", "16", "--json")
+    assert json.loads(run("measure", folder, *options)[1])["loss"] == expected.loss
+    options = ("--text", renamed, "--parts", "streaming", "--length", "16", "--sequences", "1", "--cache", "4")
+    assert run("assess", folder, *options)[0] == 2
+    status, _, err = run("assess", folder, *options, "--column", "output", "--keep", "1")
+    assert status == 0, err
 
 
 def test_a_short_list_of_documents_gives_fewer_sequences(tmp_path: Path) -> None:

@@ -106,24 +106,28 @@ def _encoding(head: bytes, path: Path) -> str:
     )
 
 
-def read_rows(path: Path) -> Iterator[tuple[Any, str]]:
+def read_rows(path: Path, column: str | None = None) -> Iterator[tuple[Any, str]]:
     """Yield the rows of a file, each with its place ("FILE, line N" or "FILE, row N") for messages.
+
+    Args:
+        column: column that will be read, besides those of `KEYS`.
 
     Raises:
         InputError: if the file cannot be read or is malformed, or `datasets` is required and not installed.
     """
     if (kind := kind_of(path)) in (".jsonl", ".ndjson", ".json"):
-        return _json_rows(path, kind == ".json")
+        return _json_rows(path, kind == ".json", {*KEYS, column})
     if kind in (".csv", ".tsv"):
         return _csv_rows(path, kind == ".tsv")
-    return _parquet_rows(path) if kind == ".parquet" else _rows_of_datasets(path)
+    return _parquet_rows(path, {*KEYS, column}) if kind == ".parquet" else _rows_of_datasets(path)
 
 
-def _json_rows(path: Path, may_be_one_value: bool) -> Iterator[tuple[Any, str]]:
+def _json_rows(path: Path, may_be_one_value: bool, keys: set[str | None]) -> Iterator[tuple[Any, str]]:
     """Yield the rows of a file of JSON lines, of a JSON array, or of an object that contains one.
 
     Args:
         may_be_one_value: whether the file may be one JSON object instead of one per line, as a .json file.
+        keys: keys of a row that may contain its text.
     """
     with readable(path) as file:
         lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
@@ -141,9 +145,7 @@ def _json_rows(path: Path, may_be_one_value: bool) -> Iterator[tuple[Any, str]]:
         lines = chain(filter(None, (first, second)), lines)
         if is_one_value:
             value = _parsed("".join(line for _, line in lines), str(path))
-            if isinstance(value, dict) and not value.keys() & set(
-                KEYS
-            ):  # without text: its array, as in {"data": [..]}
+            if isinstance(value, dict) and not value.keys() & keys:  # without text: its array, as in {"data": [..]}
                 arrays = [member for member in value.values() if isinstance(member, list)]
                 value = arrays[0] if len(arrays) == 1 else value
             for number, row in enumerate(value if isinstance(value, list) else [value], start=1):
@@ -182,7 +184,8 @@ def _csv_rows(path: Path, is_tsv: bool) -> Iterator[tuple[Any, str]]:
             raise InputError(f"{path}, line {reader.line_num}: not valid CSV ({error})") from error
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[Any, str]]:
+def _parquet_rows(path: Path, keys: set[str | None]) -> Iterator[tuple[Any, str]]:
+    """Yield the rows of a Parquet file; the values of columns that are not in `keys` are None."""
     import polars
 
     try:
@@ -192,12 +195,13 @@ def _parquet_rows(path: Path) -> Iterator[tuple[Any, str]]:
             with compressed(path, "rb") as file:
                 content = io.BytesIO(file.read())
         table = polars.scan_parquet(content, glob=False)
-        known = [name for name in table.collect_schema().names() if name in KEYS]
+        names = table.collect_schema().names()
+        known = [name for name in names if name in keys]
         table = table.select(known) if known else table.head(1)
         for start in range(0, table.select(polars.len()).collect().item(), _ROWS_AT_ONCE):
             rows = table.slice(start, _ROWS_AT_ONCE).collect().iter_rows(named=True)
             for number, row in enumerate(rows, start=start + 1):
-                yield row, f"{path}, row {number}"
+                yield dict.fromkeys(names) | row, f"{path}, row {number}"
     except (polars.exceptions.PolarsError, polars.exceptions.PanicException, OSError, *_DAMAGED) as error:
         raise InputError(f"cannot read {path} as Parquet: {cause(error)}") from error
 
@@ -345,27 +349,34 @@ def plain_conversation(messages: list[Message], where: str) -> str:
     return "\n".join(f"{message['role']}: {message['content'] or ''}" for message in messages)
 
 
-def read_documents(path: Path, render: Render = plain_conversation, counts: ReadCounts | None = None) -> Iterator[str]:
+def read_documents(
+    path: Path, render: Render = plain_conversation, counts: ReadCounts | None = None, column: str | None = None
+) -> Iterator[str]:
     """Yield the non-empty documents of one file.
 
     Args:
         render: function that renders a conversation as text.
         counts: counts to which the rows of the file are added.
+        column: column of the text; None for `KEYS` (`row_text`).
 
     Raises:
         InputError: if the file cannot be read, has another encoding than UTF-8, is malformed, or has rows but none with
-            text; `render` may also raise it.
+            text, or no rows and `column` is not None; `render` may also raise it.
     """
     if is_plain(path):
+        if column is not None:
+            raise InputError(f"{path} is plain text without columns: leave --column out")
         with readable(path) as file:
             separated = any(line.strip() == _SEPARATOR for line in iter(lambda: file.readline(_LONGEST), ""))
             file.seek(0)
             yield from (text for text, _ in _txt_pieces(file, separated) if text.strip())
         return
-    yield from texts_of_rows(read_rows(path), str(path), render, ReadCounts() if counts is None else counts)
+    yield from texts_of_rows(read_rows(path, column), str(path), render, counts, column)
 
 
-def texts_of_rows(rows: Iterator[tuple[Any, str]], source: str, render: Render, counts: ReadCounts) -> Iterator[str]:
+def texts_of_rows(
+    rows: Iterator[tuple[Any, str]], source: str, render: Render, counts: ReadCounts | None, column: str | None = None
+) -> Iterator[str]:
     """Yield the texts of rows, and count rows; see `row_text` for errors.
 
     Args:
@@ -375,9 +386,9 @@ def texts_of_rows(rows: Iterator[tuple[Any, str]], source: str, render: Render, 
     Raises:
         InputError: after the last row, if there are rows and none has text.
     """
-    first, found = None, False
+    first, found, counts = None, False, ReadCounts() if counts is None else counts
     for row, where in rows:
-        text = row_text(row, where, render)
+        text = row_text(row, where, render, column)
         counts.rows += 1
         if text.strip():
             found = True
@@ -387,7 +398,11 @@ def texts_of_rows(rows: Iterator[tuple[Any, str]], source: str, render: Render, 
             first = first or (row,)
     if first is not None and not found:
         keys = f"the keys {', '.join(map(str, first[0]))[:200]}" if isinstance(first[0], dict) else "no keys"
-        raise InputError(f"{source} contains no text: no row has {NEEDED} with text; its first row has {keys}")
+        raise InputError(
+            f"{source} contains no text: no row has {NEEDED if column is None else repr(column)} with text; its first "
+            f"row has {keys}: name the one to read with --column NAME (measure, compare, assess, advise, parity; in "
+            "Python, column=), or rename it to text"
+        )
 
 
 def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
@@ -403,19 +418,23 @@ def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
         yield from _txt_pieces(file, separated=False)
 
 
-def row_text(row: Any, where: str, render: Render) -> str:
+def row_text(row: Any, where: str, render: Render, column: str | None = None) -> str:
     """Return the text of a row of a file or dataset; empty if it has none.
 
-    The text is that of `text`, the rendered conversation (`conversation_of`), that of `content`, or `prompt` followed
-    by `completion`. A row that is a string is a text itself.
+    The text is that of `column`, a text or messages. Without it, it is that of `text`, the rendered conversation
+    (`conversation_of`), that of `content`, or `prompt` followed by `completion`; an empty one is passed over. A row
+    that is a string is a text itself.
 
     Raises:
         InputError: if a message of a conversation is malformed; the error message begins with `where`, the name of the
             row. `render` may also raise it.
     """
     fields = row if isinstance(row, dict) else {"text": row}
+    if column is not None:
+        value = fields.get(column) if isinstance(row, dict) else None
+        fields = {"messages" if isinstance(value, list) else "text": value}
     prompt, completion = fields.get("prompt"), fields.get("completion")
-    if isinstance(fields.get("text"), str):
+    if isinstance(fields.get("text"), str) and fields["text"].strip():
         text = fields["text"]
     elif messages := conversation_of(fields, where):
         text = render(messages, where)

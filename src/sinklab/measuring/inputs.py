@@ -136,6 +136,7 @@ def natural_text(
     fewer: bool = False,
     render: Render = plain_conversation,
     counts: ReadCounts | None = None,
+    column: str | None = None,
 ) -> list[Encoded]:
     """Tokenise real text and cut it into sequences.
 
@@ -146,6 +147,7 @@ def natural_text(
         fewer: accept fewer sequences, but at least one, if the text is too short.
         render: function (messages of a conversation, its place in the file) -> text.
         counts: counts to which the rows that are read are added.
+        column: column of the text in rows; None for `KEYS` (textfiles.py).
 
     Returns:
         The sequences, each with T tokens. All sequences of a document begin with its prefix.
@@ -154,7 +156,7 @@ def natural_text(
         InputError: if the text is missing, cannot be read, is empty or malformed, or has too few sequences (the message
             states how many); or if T is not greater than the length of a prefix.
     """
-    cutter = _Cutter(encode, length, render, counts)
+    cutter = _Cutter(encode, length, render, counts, column)
     rows = list(islice(cutter.sequences(text), sequences))
     if len(rows) < sequences and not (fewer and rows):
         found, counted = len(rows), cutter.documents and not cutter.pieces
@@ -177,6 +179,7 @@ def drawn_text(
     draw: int,
     render: Render = plain_conversation,
     counts: ReadCounts | None = None,
+    column: str | None = None,
 ) -> list[Encoded]:
     """Draw random sequences from a text; different draws are disjoint.
 
@@ -190,7 +193,7 @@ def drawn_text(
         InputError: if the text is missing, cannot be read, is empty or malformed, or has no sequence left for this
             draw; or if T is not greater than the length of a prefix.
     """
-    cutter = _Cutter(encode, length, render, counts, everything=True)
+    cutter = _Cutter(encode, length, render, counts, column, everything=True)
     pool = list(islice(cutter.sequences(text), POOL * sequences))
     if not pool:
         counted = cutter.documents and not cutter.pieces
@@ -228,6 +231,7 @@ class _Cutter:
     length: int
     render: Render
     counts: ReadCounts | None = None
+    column: str | None = None
     everything: bool = False
     documents: int = 0
     pieces: bool = False
@@ -237,12 +241,13 @@ class _Cutter:
         """Yield the sequences of a file or another source of documents; from a folder, one from each file in turn."""
         here = expanded(str(text))
         if not here.exists():
-            yield from self._of_documents(documents(str(text), render=self.render, counts=self.counts))
+            texts = documents(str(text), render=self.render, counts=self.counts, column=self.column)
+            yield from self._of_documents(texts)
             return
         turns = [
             self._of_pieces(read_pieces(file))
             if is_plain(file)
-            else self._of_documents(read_documents(file, self.render, self.counts))
+            else self._of_documents(read_documents(file, self.render, self.counts, self.column))
             for file in text_files(here)
         ]
         while turns:

@@ -18,6 +18,7 @@ from sinklab.settings import (
     ADVANCED,
     INPUT,
     MEASURED,
+    Column,
     CommandSettings,
     Flag,
     Seed,
@@ -272,6 +273,7 @@ class Request(CommandSettings, frozen=True):
             run's recipe or the text itself puts there.
         bos: begin every sequence with BOS, also random and repeated tokens and texts and conversations before which the
             tokenizer or chat template puts none. BOS is included in T.
+        column: column of a text of rows.
         seed: random seed of random and repeated tokens, and of tokens that a run's recipe replaces; for drawn text,
             the index of the draw, from 0.
         drawn_text: sample natural sequences from the first 64 N sequences of the text instead of using the first N.
@@ -286,6 +288,7 @@ class Request(CommandSettings, frozen=True):
     length: SequenceLength = 64
     no_bos: bool = Field(default=False, description="Omit BOS and other leading special tokens.")
     bos: bool = Field(default=False, description="Begin every sequence with BOS.")
+    column: Column = None
     seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(
         default=0, description="Random seed for random and repeated tokens."
     )
@@ -307,7 +310,7 @@ class Request(CommandSettings, frozen=True):
         self.check_options()
         if self.options.inputs == "natural":
             text = text or default_text()
-            next(documents(str(text)))
+            next(documents(str(text), column=self.column))
         return text
 
     def check_options(self) -> None:
@@ -336,6 +339,7 @@ class Request(CommandSettings, frozen=True):
         """Return the settings that affect the measurement, as a JSON-serializable dict: a part of request.json."""
         requested = {name: True for name in ("explore", "gradients") if getattr(self.options, name)}
         requested |= {"bos": True} if self.bos else {}
+        requested |= {} if self.column is None else {"column": self.column}
         found = self.options.model_dump(mode="json") | self.model_dump(mode="json", exclude={"options"})
         if self.study.perturb is None:
             del found["study"]["perturb"]

@@ -36,6 +36,7 @@ def measure(
     tokens: Tensor | np.ndarray | Sequence[Sequence[int]] | Mapping[str, Any] | None = None,
     *,
     text: str | Path | Sequence[Any] | None = None,
+    column: str | None = None,
     tokenizer: Any = None,
     sequences: int = 100,
     length: int = 64,
@@ -70,6 +71,7 @@ def measure(
         text: a list of documents (strings, conversations as lists of messages, or rows of a .jsonl file), a text file,
             a folder of them, or a source such as "stdlib"; default: the text that comes with sinklab. Only without
             `tokens`.
+        column: column of the text or messages, if `text` has rows; default: text, messages and others (measuring.md).
         tokenizer: tokenizer of a Hugging Face model in memory, for a text; default: that of the directory or hub name
             from which the model was loaded.
         sequences: number of sequences; fewer, with a note, if a list of documents is short. Only without `tokens`.
@@ -136,6 +138,7 @@ def measure(
             study=study,
             sequences=sequences,
             length=length,
+            column=column,
             seed=seed,
             bos=bos is True,
             no_bos=bos is False,

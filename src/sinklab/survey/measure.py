@@ -174,6 +174,7 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
         "length": request.length,
         "render": conversations.render,
         "counts": counts,
+        "column": request.column,
     }
     if request.drawn_text:
         rows = inputs.drawn_text(text, encode, draw=request.seed, **wanted)
