@@ -335,3 +335,24 @@ def test_parquet_lists_the_columns_that_it_has_and_not_only_the_known_ones(tmp_p
 def test_an_empty_text_beside_messages_is_passed_over(tmp_path: Path, text: str | None) -> None:
     (tmp_path / "a.jsonl").write_bytes(json_lines([{"text": text, "messages": CHAT}]))
     assert list(documents(str(tmp_path / "a.jsonl"))) == ["user: Hi\nassistant: Hello"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
+def test_a_file_of_one_message_a_row_is_one_conversation(tmp_path: Path, name: str) -> None:
+    forms = {"a.jsonl": json_lines(CHAT), "a.json": json.dumps(CHAT).encode(), "a.csv": table(CHAT)}
+    (tmp_path / name).write_bytes(forms.get(name, parquet(CHAT)))
+    assert list(documents(str(tmp_path / name))) == ["user: Hi\nassistant: Hello"]
+    assert [messages for messages, _ in read_conversations(tmp_path / name)] == [CHAT]
+    assert list(documents(str(tmp_path / name), column="content")) == ["Hi", "Hello"]
+
+
+@pytest.mark.parametrize("form", [json_lines([CHAT, CHAT[:1]]), json.dumps([CHAT, CHAT[:1]]).encode()])
+def test_rows_that_are_lists_of_messages_are_conversations(tmp_path: Path, form: bytes) -> None:
+    (tmp_path / "a.jsonl").write_bytes(form)
+    assert list(documents(str(tmp_path / "a.jsonl"))) == ["user: Hi\nassistant: Hello", "user: Hi"]
+
+
+@pytest.mark.parametrize("other", [{"text": "one"}, {"role": "engineer", "content": "one"}, {**CHAT[0], "id": 1}])
+def test_rows_that_are_not_all_messages_stay_documents(tmp_path: Path, other: dict[str, Any]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(json_lines([CHAT[0], other]))
+    assert list(documents(str(tmp_path / "a.jsonl"))) == ["Hi", other.get("text") or other["content"]]

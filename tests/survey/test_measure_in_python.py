@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from tiny_models import text_file, tiny_model
+from tiny_models import TEMPLATE, text_file, tiny_model
 from trained_run import trained_run
 
 import sinklab
@@ -53,6 +53,14 @@ def test_a_text_gives_the_bits_of_its_tokens(tmp_path: Path) -> None:
         assert by_tokens.loss == by_text.loss
         assert by_tokens.sink_rate == by_text.sink_rate
         assert np.array_equal(by_tokens.importance, by_text.importance)
+
+
+def test_a_list_of_messages_is_one_conversation_of_the_chat_template(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model", template=TEMPLATE)
+    chat = [{"role": role, "content": "red cat old dog big hat wet sea " * 4} for role in ("user", "assistant")]
+    found = sinklab.measure(str(folder), text=chat, length=16)
+    assert numbers(found) == numbers(sinklab.measure(str(folder), text=[chat], length=16))
+    assert "conversations were rendered with the model's chat template" in found.notes
 
 
 def test_the_column_of_rows_is_named_in_python_and_on_the_command_line(

@@ -110,16 +110,38 @@ def read_rows(path: Path, column: str | None = None) -> Iterator[tuple[Any, str]
     """Yield the rows of a file, each with its place ("FILE, line N" or "FILE, row N") for messages.
 
     Args:
-        column: column that will be read, besides those of `KEYS`.
+        column: column that will be read, besides those of `KEYS`. Without it, a file whose rows are one message each
+            (`MESSAGE_KEYS`) has one row, the list of these messages.
 
     Raises:
         InputError: if the file cannot be read or is malformed, or `datasets` is required and not installed.
     """
     if (kind := kind_of(path)) in (".jsonl", ".ndjson", ".json"):
-        return _json_rows(path, kind == ".json", {*KEYS, column})
-    if kind in (".csv", ".tsv"):
-        return _csv_rows(path, kind == ".tsv")
-    return _parquet_rows(path, {*KEYS, column}) if kind == ".parquet" else _rows_of_datasets(path)
+        rows = _json_rows(path, kind == ".json", {*KEYS, column})
+    elif kind in (".csv", ".tsv"):
+        rows = _csv_rows(path, kind == ".tsv")
+    else:
+        keys = {*KEYS, *MESSAGE_KEYS, column}
+        rows = _parquet_rows(path, keys) if kind == ".parquet" else _rows_of_datasets(path)
+    return rows if column is not None else _joined_messages(rows, str(path))
+
+
+def _joined_messages(rows: Iterator[tuple[Any, str]], file: str) -> Iterator[tuple[Any, str]]:
+    """Yield one row, the list of all rows, if each of them is a message; otherwise the rows."""
+    held: list[tuple[Any, str]] = []
+    for row in rows:
+        held.append(row)
+        if not _is_message(row[0]):
+            yield from held
+            yield from rows
+            return
+    if held:
+        yield [message for message, _ in held], file
+
+
+def _is_message(row: Any) -> bool:
+    speaker = (row.get("role") or row.get("from")) if isinstance(row, dict) else None
+    return isinstance(speaker, str) and row.keys() <= MESSAGE_KEYS and speaker.lower() in {*ROLES, "developer"}
 
 
 def _json_rows(path: Path, may_be_one_value: bool, keys: set[str | None]) -> Iterator[tuple[Any, str]]:
@@ -245,6 +267,7 @@ ROLES = {
     "observation": "tool",
 }
 """Roles by the speaker of a message with `from` and `value`, as in ShareGPT."""
+MESSAGE_KEYS = {"role", "content", "from", "value", "name", "tool_calls", "tool_call_id"}
 
 NEEDED = '"text", "content", "prompt" with "completion", "messages" or "conversations"'
 _SEPARATOR = "<|endoftext|>"
@@ -338,9 +361,8 @@ def named_text(text: str | Path | Sequence[Any], folder: str) -> Path:
         raise InputError(f"no text at {text[:40]!r}: pass documents as a list, such as text=[..]")
     if isinstance(text, str | Path):
         return Path(text)
-    rows = [one if isinstance(one, dict) else {"messages" if isinstance(one, list) else "text": one} for one in text]
     path = Path(folder) / "documents.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    path.write_text("".join(json.dumps(row) + "\n" for row in text), "utf-8")
     return path
 
 
@@ -423,15 +445,15 @@ def row_text(row: Any, where: str, render: Render, column: str | None = None) ->
 
     The text is that of `column`, a text or messages. Without it, it is that of `text`, the rendered conversation
     (`conversation_of`), that of `content`, or `prompt` followed by `completion`; an empty one is passed over. A row
-    that is a string is a text itself.
+    that is a string is a text itself, and a list a conversation.
 
     Raises:
         InputError: if a message of a conversation is malformed; the error message begins with `where`, the name of the
             row. `render` may also raise it.
     """
-    fields = row if isinstance(row, dict) else {"text": row}
-    if column is not None:
-        value = fields.get(column) if isinstance(row, dict) else None
+    fields = row if isinstance(row, dict) else {}
+    if column is not None or not isinstance(row, dict):
+        value = row if column is None else fields.get(column)
         fields = {"messages" if isinstance(value, list) else "text": value}
     prompt, completion = fields.get("prompt"), fields.get("completion")
     if isinstance(fields.get("text"), str) and fields["text"].strip():
@@ -451,13 +473,14 @@ def row_text(row: Any, where: str, render: Render, column: str | None = None) ->
 def conversation_of(row: Any, where: str) -> list[Message]:
     """Return the messages of a row; an empty list if it has none, or all are empty.
 
-    The messages are `messages`, `conversations`, or `prompt` followed by `completion`, if these are lists of objects
-    with `role` and `content`, or with `from` and `value` (`ROLES`). The content may be a list of parts, whose texts are
-    joined, or null.
+    The messages are a row that is a list, or `messages`, `conversations`, or `prompt` followed by `completion`, if
+    these are lists of objects with `role` and `content`, or with `from` and `value` (`ROLES`). The content may be a
+    list of parts, whose texts are joined, or null.
 
     Raises:
         InputError: if a message is malformed, its speaker is unknown, or a part is not text.
     """
+    row = {"messages": row} if isinstance(row, list) else row
     if not isinstance(row, dict):
         return []
     found, prompt, completion = row.get("messages"), row.get("prompt"), row.get("completion")

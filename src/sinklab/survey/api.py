@@ -68,9 +68,9 @@ def measure(
         tokens: token ids (sequences, length): a tensor on any device, an array, a list of lists of integers, or the
             batch that a tokenizer returns (`input_ids`, with its `attention_mask`). None for sequences of a text, or of
             random or repeated tokens (`inputs`).
-        text: a list of documents (strings, conversations as lists of messages, or rows of a .jsonl file), a text file,
-            a folder of them, or a source such as "stdlib"; default: the text that comes with sinklab. Only without
-            `tokens`.
+        text: a list of documents (strings, conversations as lists of messages, or rows of a .jsonl file), the messages
+            of one conversation, a text file, a folder of them, or a source such as "stdlib"; default: the text that
+            comes with sinklab. Only without `tokens`.
         column: column of the text or messages, if `text` has rows; default: text, messages and others (measuring.md).
         tokenizer: tokenizer of a Hugging Face model in memory, for a text; default: that of the directory or hub name
             from which the model was loaded.
