@@ -156,7 +156,8 @@ def test_a_run_is_measured_by_its_directory_and_not_in_memory(tmp_path: Path) ->
         ({"text": "there/is/none.txt"}, "none.txt"),
         ({"text": "红猫" * 200}, "documents as a list"),
         ({"text": "red cat " * 50}, r"no text at 'red cat .*documents as a list, such as text=\[..\]"),
-        ({"tokenizer": "gpt2"}, "tokenizer of transformers"),
+        ({"tokenizer": 5}, "tokenizer of transformers"),
+        ({"tokenizer": "./none"}, "no tokenizer at ./none"),
     ],
 )
 def test_arguments_that_contradict_each_other_are_refused(

@@ -26,6 +26,7 @@ from sinklab.measuring.options import Inputs, Options, Request, Study
 from sinklab.models.adapter import LanguageModel, NativeAdapter, adapt, unwrapped
 from sinklab.models.families import text_config
 from sinklab.models.hooks import Progress, measured_in_turn
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading
 from sinklab.opening import model_in_memory, open_model
 from sinklab.schema import finite_or_none
 from sinklab.survey.measure import measure_loaded
@@ -72,8 +73,8 @@ def measure(
             of one conversation, a text file, a folder of them, or a source such as "stdlib"; default: the text that
             comes with sinklab. Only without `tokens`.
         column: column of the text or messages, if `text` has rows; default: text, messages and others (measuring.md).
-        tokenizer: tokenizer of a Hugging Face model in memory, for a text; default: that of the directory or hub name
-            from which the model was loaded.
+        tokenizer: tokenizer of a Hugging Face model, for a text, or the path or hub name of one; default: that of the
+            directory or hub name from which the model was loaded.
         sequences: number of sequences; fewer, with a note, if a list of documents is short. Only without `tokens`.
         length: tokens per sequence. Only without `tokens`.
         seed: random seed of random and repeated tokens. Only without `tokens`.
@@ -150,7 +151,7 @@ def measure(
         raise InputError("pass `tokens`, or `text` with its `tokenizer`, not both")
     if isinstance(model, str | Path):
         model_name = model_name or str(model)
-        model = cast(LanguageModel, open_model(str(model)).module)
+        model = cast(LanguageModel, open_model(str(model), for_text=False).module)
     model = unwrapped(model)
     adapter = adapt(model)
     if isinstance(tokens, Mapping) and "input_ids" in tokens:
@@ -195,14 +196,15 @@ def _measure_text(
 ) -> Measurement:
     """Measure a model by its name, or one in memory with its tokenizer, on a text."""
     with tempfile.TemporaryDirectory() as folder:
+        for_text = request.options.inputs == "natural"
         text = request.check(None if text is None else named_text(text, folder))
         if isinstance(model, str | Path):
-            if tokenizer is not None:
-                raise InputError("a model that is given by its name has its own tokenizer: leave out `tokenizer`")
-            return measure_loaded(open_model(str(model), length=request.length), text, request, progress)
+            loading = AS_IT_IS if tokenizer is None else Loading(tokenizer=tokenizer)
+            opened = open_model(str(model), loading, length=request.length, for_text=for_text)
+            return measure_loaded(opened, text, request, progress)
         model = unwrapped(model)
         with measured_in_turn(model):
-            return measure_loaded(model_in_memory(model, tokenizer), text, request, progress)
+            return measure_loaded(model_in_memory(model, tokenizer, for_text), text, request, progress)
 
 
 def _begins_with_bos(model: LanguageModel, tokens_NT: Tensor, attention_mask_NT: Tensor | None) -> bool:

@@ -119,7 +119,8 @@ def measure_model(
     text = request.check(text)
     if out is not None:
         check_results(out, (*MEASUREMENT, REPORT))
-    measurement = measure_loaded(open_model(model, loading, length=request.length), text, request, progress)
+    opened = open_model(model, loading, length=request.length, for_text=request.options.inputs == "natural")
+    measurement = measure_loaded(opened, text, request, progress)
     if out is not None:
         with unsaved(lambda: measurement):
             measurement.save(out)
@@ -243,12 +244,13 @@ def measure_loaded(model: Model, text: Path | None, request: Request, progress: 
         shared = f"the pieces of the text are divided among {inputs.SHARES} draws"
         why = shared if request.drawn_text else "the text has no more sequences of this length"
         notes.append(f"{measurement.sequences} of {request.sequences} sequences: {why}")
+    explored = measurement.explored
     found: dict[str, Any] = {
         "revision": model.loading.revision,
         "commit": model.commit,
         "vocabulary": model.vocabulary_hash,
         "fed": model.fed(read.tokens_NT),
-        "explored": measurement.explored and measurement.explored.with_texts(model.decode),
+        "explored": explored.with_texts(model.decode) if explored and model.tokenizer else explored,
         "bits_per_byte": bits,
         "notes": notes,
     }
@@ -385,8 +387,10 @@ def measure_all(
             gc.collect()  # frees the memory of the previous model
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            sharing = [other.request for other in items if other.opened_by == item.opened_by]
+            alike = [other for other in items if other.opened_by == item.opened_by]
+            sharing = [other.request for other in alike]
             how = {"step": item.step, "as_transformers": item.as_transformers}
+            how["for_text"] = any(one.measure or one.request.options.inputs == "natural" for one in alike)
             length = max(request.length for request in sharing)
             model = open_model(item.model, item.loading, length=length, **how)
             check_length(length, model.adapter.limit)
