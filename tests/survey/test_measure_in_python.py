@@ -85,6 +85,22 @@ def test_a_short_list_of_documents_gives_fewer_sequences(tmp_path: Path) -> None
     found = sinklab.measure(str(tiny_model(tmp_path / "model")), text=documents)
     assert found.sequences == 3
     assert any("100" in note for note in found.notes)
+    found = sinklab.measure(str(tmp_path / "model"), text=["red cat", *documents, "old dog"])
+    assert any("3 of 100 sequences:" in note and "that are shorter: 2)" in note for note in found.notes)
+
+
+def test_errors_of_a_list_of_documents_name_the_argument_and_what_to_change(tmp_path: Path) -> None:
+    folder = str(tiny_model(tmp_path / "model"))
+    says = (
+        r"^`text` gives 0 usable sequences: 0 of its 2 documents have 64 tokens of text, and the longest has \d+; lower"
+    )
+    with pytest.raises(InputError, match=rf"{says}.* length=, text="):
+        sinklab.measure(folder, text=["red cat old", "big"])
+    with pytest.raises(InputError, match=r"^`text`, document 2: each message needs"):
+        sinklab.measure(folder, text=["red cat old " * 50, ["big"]])
+    for texts in (["red cat old", "big"], [{"role": "user", "content": "red"}]):
+        with pytest.raises(InputError, match=r"documents are passed as text=\[..\]"):
+            sinklab.measure(folder, texts)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("left", [True, False])

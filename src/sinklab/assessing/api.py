@@ -1,6 +1,5 @@
 """`sinklab.assess`: assess a model in memory, or one by its name, on token ids or on a text."""
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from sinklab.assessing.assess_model import Assessment
 from sinklab.assessing.assess_model import assess as assess_opened
 from sinklab.assessing.parts.caches import PromptCache
 from sinklab.assessing.settings import TOLERANCE, AssessOptions
-from sinklab.data.textfiles import named_text
+from sinklab.data.textfiles import given_text
 from sinklab.errors import InputError
 from sinklab.measuring.inputs import token_matrix
 from sinklab.models.adapter import LanguageModel, unwrapped
@@ -60,8 +59,8 @@ def assess(
     """
     if tokens is not None and text is not None:
         raise InputError("pass `tokens` or `text`, not both")
-    with tempfile.TemporaryDirectory() as folder:
-        source: Path | Tensor | None = None if text is None else named_text(text, folder)
+    with given_text(text) as path:
+        source: Path | Tensor | None = path
         if tokens is not None:
             source = token_matrix(tokens).cpu()
             N, T = source.shape

@@ -314,7 +314,9 @@ class Fingerprint:
         return other
 
 
-DEFAULT_TEXT_NOTE = "the text is that of sinklab, 128 short texts in 11 languages and code: pass yours with --text"
+DEFAULT_TEXT_NOTE = (
+    "the text is that of sinklab, 128 short texts in 11 languages and code: pass yours with --text (text=)"
+)
 
 
 def default_text() -> Path:

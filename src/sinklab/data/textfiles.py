@@ -23,6 +23,7 @@ import json
 import lzma
 import os
 import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -279,11 +280,13 @@ _LONGEST = 8 * _PIECE  # characters after which any line ends a document; longer
 class ReadCounts:
     """Number of rows that were read from files or datasets, and of those that were skipped because they have no text.
 
-    Texts are read lazily, so the counts may be smaller than those of the whole text.
+    `short` is the number of documents that are shorter than a sequence, if the text is cut into sequences. Texts are
+    read lazily, so the counts may be smaller than those of the whole text.
     """
 
     rows: int = 0
     skipped: int = 0
+    short: int = 0
 
     def notes(self) -> list[str]:
         """Return a list with a note on the skipped rows; empty if there are none."""
@@ -351,19 +354,26 @@ def _files_below(folder: Path) -> tuple[list[Path], list[Path]]:
     return read, sorted({*files} - {*read})
 
 
-def named_text(text: str | Path | Sequence[Any], folder: str) -> Path:
-    """Return the path or name of a text; a list of documents (strings, messages or rows) is written to `folder` first.
+@contextmanager
+def given_text(text: str | Path | Sequence[Any] | None) -> Iterator[Path | None]:
+    """Yield the path or name of a text; a list of documents (strings, messages or rows) is in a temporary file.
 
     Raises:
-        InputError: if `text` is a document and not a list of documents.
+        InputError: if `text` is a document and not a list of documents. In errors of the block, the list is `text`.
     """
     if isinstance(text, str) and (len(text) > 255 or any(map(str.isspace, text))) and not os.path.exists(text):
         raise InputError(f"no text at {text[:40]!r}: pass documents as a list, such as text=[..]")
-    if isinstance(text, str | Path):
-        return Path(text)
-    path = Path(folder) / "documents.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in text), "utf-8")
-    return path
+    if text is None or isinstance(text, str | Path):
+        yield None if text is None else Path(text)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "documents.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in text), "utf-8")
+        try:
+            yield path
+        except InputError as error:
+            named = str(error).replace(f"{path}, line", "`text`, document").replace(str(path), "`text`")
+            raise InputError(named) from error
 
 
 def plain_conversation(messages: list[Message], where: str) -> str:

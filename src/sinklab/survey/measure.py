@@ -159,10 +159,12 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
     check_length(request.length, model.adapter.limit)
     before = model.encoder().forced_prefix if request.bos else ()
     if request.bos and not before:
-        raise InputError(f"--bos: {model.name} has no BOS, neither in its tokenizer nor in its config: remove --bos")
+        raise InputError(
+            f"--bos (bos=True): {model.name} has no BOS, neither in its tokenizer nor in its config: leave it out"
+        )
     if draw := {"random": inputs.random_tokens, "repeat": inputs.repeated_tokens}.get(request.options.inputs):
         if request.length <= len(before):
-            raise InputError(f"--length {request.length} leaves no room after BOS: use {len(before) + 1} or more")
+            raise InputError(f"a length of {request.length} leaves no room after BOS: use {len(before) + 1} or more")
         number, length = request.sequences, request.length - len(before)
         drawn_NS = draw(model.vocabulary, sequences=number, length=length, seed=request.seed)
         tokens_NT = torch.cat((drawn_NS.new_tensor(before).expand(number, -1), drawn_NS), dim=1)
@@ -197,6 +199,11 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
             f"--ablate no_bos: {why}, so there is no BOS to remove; use --ablate mask_first:1 to hide the first token"
         )
     notes = [*conversations.notes(), *counts.notes(), *notes_on_folder(expanded(str(text)))]
+    if len(rows) < request.sequences:
+        shared = f"the pieces of the text are divided among {inputs.SHARES} draws"
+        why = shared if request.drawn_text else "the text has no more sequences of this length"
+        short = f" (documents that are shorter: {counts.short:,})" if counts.short else ""
+        notes.append(f"{len(rows)} of {request.sequences} sequences: {why}{short}")
     if text == default_text():
         notes.append(DEFAULT_TEXT_NOTE)
     if doubled := [row for row in rows if row.doubled]:
@@ -240,10 +247,6 @@ def measure_loaded(model: Model, text: Path | None, request: Request, progress: 
     if len(files) > 1:
         how = "are drawn from" if request.drawn_text else "alternate between"
         notes.append(f"the sequences {how} the {len(files)} files of {text}")
-    if measurement.sequences < request.sequences:
-        shared = f"the pieces of the text are divided among {inputs.SHARES} draws"
-        why = shared if request.drawn_text else "the text has no more sequences of this length"
-        notes.append(f"{measurement.sequences} of {request.sequences} sequences: {why}")
     explored = measurement.explored
     found: dict[str, Any] = {
         "revision": model.loading.revision,

@@ -505,6 +505,8 @@ def check_name(name_or_dir: str) -> None:
     maybe_on_hub = HUB_NAME.fullmatch(name_or_dir) and not folder.exists()
     if name_or_dir and (folder.is_dir() or folder.suffix.lower() == ".gguf" or maybe_on_hub):
         return
+    if folder.is_file() and (folder.parent / "config.json").is_file():
+        raise InputError(f"{name_or_dir} is a file: pass the directory of the model, {folder.parent}")
     wrong = "is a file" if folder.is_file() else "is neither a directory nor a valid name on the hub"
     raise InputError(
         f"{name_or_dir or 'an empty MODEL'} {wrong}: pass a model directory, a run directory, a .gguf file, or a name "
