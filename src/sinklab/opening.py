@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,13 @@ from sinklab.models.huggingface.loading import (
     Pretrained,
     check_name,
     check_revision,
+    given_tokenizer,
     load_model_tokenizer,
     load_pretrained,
     name_in_results,
     pick_dtype,
 )
-from sinklab.models.huggingface.tokenizer_files import Conversations
+from sinklab.models.huggingface.tokenizer_files import Conversations, TokenizerKind
 
 WEIGHTS = ("*.safetensors", "*.gguf", "config.json", "adapter_config.json", "recipe.yaml", "*.py")
 TOKENIZER = (*TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json")
@@ -131,12 +132,14 @@ class Model:
         return Fed(ids=ids, tokens=self.token_texts(ids) if self.tokenizer else None)
 
     @property
-    def vocabulary_hash(self) -> str:
+    def vocabulary_hash(self) -> str | None:
         """Hash of the tokens and ids, without added tokens: a chat model and its base model have the same hash.
 
         It is the start of a SHA-256, 16 hexadecimal digits. Added tokens are included for tokenizers without a
-        `tokenizers` backend.
+        `tokenizers` backend; without a tokenizer, the hash is None.
         """
+        if self.tokenizer is None:
+            return None
         own = isinstance(self.tokenizer, Tokenizer)
         backend = self.tokenizer.backend if own else getattr(self.tokenizer, "backend_tokenizer", None)
         vocabulary = backend.get_vocab(with_added_tokens=False) if backend else self.tokenizer.get_vocab()
@@ -154,6 +157,7 @@ def open_model(
     step: int | None = None,
     as_transformers: bool = False,
     length: int = 0,
+    for_text: bool = True,
 ) -> Model:
     """Load a run directory (which contains a recipe.yaml), a model directory or .gguf file, or a model on the hub.
 
@@ -165,6 +169,7 @@ def open_model(
             writes. Ignored for other models.
         length: length of the sequences that will be read, compared with the context of a Hugging Face model before its
             weights are loaded.
+        for_text: False if only token ids are read, so that the tokenizer of a Hugging Face model may be missing.
 
     Raises:
         InputError: see `check_name`, `check_revision`, `load_pretrained`, `load_run` and `export_run`, for example if
@@ -174,7 +179,8 @@ def open_model(
     check_name(name)
     check_revision(name, loading.revision)
     if not is_run(name):
-        return _of_pretrained(name_in_results(name, loading.subfolder), load_pretrained(name, loading, length), loading)
+        loaded = load_pretrained(name, loading, length, for_text)
+        return _of_pretrained(name_in_results(name, loading.subfolder), loaded, loading)
     if not as_transformers:
         return _run(name, loading, step)
     from sinklab.export.directory import export_run
@@ -215,7 +221,8 @@ def model_in_memory(model: Any, tokenizer: Any = None, for_text: bool = True) ->
     """Return the `Model` of a Hugging Face model in memory, which is not changed.
 
     Args:
-        tokenizer: Hugging Face tokenizer; default: that of the directory or hub name from which the model was loaded.
+        tokenizer: Hugging Face tokenizer, or its path or name; default: that of the directory or hub name from which
+            the model was loaded.
         for_text: False if only token ids are read, so that the tokenizer is optional.
 
     Raises:
@@ -232,8 +239,8 @@ def model_in_memory(model: Any, tokenizer: Any = None, for_text: bool = True) ->
         except InputError as error:
             if for_text:
                 raise InputError(f"no tokenizer for the text: {error}; pass `tokenizer`, or token ids") from error
-    elif not hasattr(tokenizer, "convert_ids_to_tokens"):
-        raise InputError(f"`tokenizer` is a {type(tokenizer).__name__}: pass the tokenizer of transformers")
+    else:
+        tokenizer, notes = given_tokenizer(tokenizer)
     loaded = Pretrained(model, tokenizer, notes)
     return _of_pretrained(name or type(model).__name__, loaded, AS_IT_IS)
 
@@ -248,8 +255,9 @@ def _of_pretrained(name: str, loaded: Pretrained, loading: Loading) -> Model:
     def arrange(tokens_NT: Tensor, _: int, seed: int | None) -> Tensor:
         if int(tokens_NT.max()) >= rows:
             token = int(tokens_NT.max())
+            written = f"{loaded.tokenizer.convert_ids_to_tokens(token)!r}, " if loaded.tokenizer else ""
             raise InputError(
-                f"the text contains {loaded.tokenizer.convert_ids_to_tokens(token)!r}, token {token} of the tokenizer "
+                f"the text contains {written}token {token} of the tokenizer "
                 f"of {name}, and the model has only {rows} tokens: remove it from the text or the chat template"
             )
         return tokens_NT
@@ -277,6 +285,8 @@ def _run(name: str, loading: Loading, step: int | None) -> Model:
 
     if loading.load_in is not None:
         raise InputError(f"--load-in {loading.load_in} is for models of the hub, not for runs: leave it out")
+    if loading.tokenizer not in get_args(TokenizerKind):
+        raise InputError("--tokenizer PATH (in Python, tokenizer=) is for models of the hub, and a run has its own")
     where, kind = pick_device(loading.device), pick_dtype(loading.dtype)
     run = load_run(Path(name), step)
     tokenizer, data = load_tokenizer(str(run.tokenizer_path)), run.recipe.data

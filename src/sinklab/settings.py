@@ -95,6 +95,11 @@ def split_names(given: object) -> object:
 SequenceCount = Annotated[int, Field(ge=1, le=MOST, description="Number of sequences.")]
 SequenceLength = Annotated[int, Field(ge=2, le=MOST, description="Tokens per sequence, BOS included.")]
 Seed = Annotated[int, Field(ge=0, le=LARGEST_INT64)]
+Column = Annotated[
+    str | None,
+    Flag(panel=INPUT, metavar="NAME"),
+    Field(description="Column of a file with rows; default: text."),
+]
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")

@@ -296,3 +296,63 @@ def test_a_dataset_that_was_saved_to_disk_is_read(tmp_path: Path) -> None:
         (tmp_path / name).write_text("{}")
     assert list(documents(str(tmp_path))) == TEXTS
     assert notes_on_folder(tmp_path) == [f"not read in {tmp_path}: dataset_info.json, state.json"]
+
+
+ALPACA = [{"instruction": "Add.", "input": "", "output": text} for text in TEXTS]
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.jsonl", json_lines(ALPACA)), ("a.csv", table(ALPACA)), ("a.parquet", parquet(ALPACA))],
+)
+def test_a_named_column_is_the_text_and_without_it_the_columns_are_listed(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert list(documents(str(tmp_path / name), column="output")) == TEXTS
+    for column, needed in ((None, '"text"'), ("answer", "'answer'")):
+        says = rf"no row has {needed}.* the keys instruction, input, output: name the one to read with --column NAME"
+        with pytest.raises(InputError, match=says):
+            list(documents(str(tmp_path / name), column=column))
+
+
+def test_a_named_column_may_have_messages_and_a_plain_text_has_none(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(parquet([{"text": "x", "dialog": CHAT}]))
+    assert list(documents(str(tmp_path / "a.parquet"), column="dialog")) == ["user: Hi\nassistant: Hello"]
+    (tmp_path / "a.txt").write_text("one\n")
+    with pytest.raises(InputError, match=r"a.txt is plain text without columns"):
+        list(documents(str(tmp_path / "a.txt"), column="dialog"))
+
+
+def test_parquet_lists_the_columns_that_it_has_and_not_only_the_known_ones(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(parquet([{"prompt": "a", "response": "b"}]))
+    with pytest.raises(InputError, match="the keys prompt, response"):
+        list(documents(str(tmp_path / "a.parquet")))
+
+
+@pytest.mark.parametrize("text", ["", None, " \n"])
+def test_an_empty_text_beside_messages_is_passed_over(tmp_path: Path, text: str | None) -> None:
+    (tmp_path / "a.jsonl").write_bytes(json_lines([{"text": text, "messages": CHAT}]))
+    assert list(documents(str(tmp_path / "a.jsonl"))) == ["user: Hi\nassistant: Hello"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
+def test_a_file_of_one_message_a_row_is_one_conversation(tmp_path: Path, name: str) -> None:
+    forms = {"a.jsonl": json_lines(CHAT), "a.json": json.dumps(CHAT).encode(), "a.csv": table(CHAT)}
+    (tmp_path / name).write_bytes(forms.get(name, parquet(CHAT)))
+    assert list(documents(str(tmp_path / name))) == ["user: Hi\nassistant: Hello"]
+    assert [messages for messages, _ in read_conversations(tmp_path / name)] == [CHAT]
+    assert list(documents(str(tmp_path / name), column="content")) == ["Hi", "Hello"]
+
+
+@pytest.mark.parametrize("form", [json_lines([CHAT, CHAT[:1]]), json.dumps([CHAT, CHAT[:1]]).encode()])
+def test_rows_that_are_lists_of_messages_are_conversations(tmp_path: Path, form: bytes) -> None:
+    (tmp_path / "a.jsonl").write_bytes(form)
+    assert list(documents(str(tmp_path / "a.jsonl"))) == ["user: Hi\nassistant: Hello", "user: Hi"]
+
+
+@pytest.mark.parametrize("other", [{"text": "one"}, {"role": "engineer", "content": "one"}, {**CHAT[0], "id": 1}])
+def test_rows_that_are_not_all_messages_stay_documents(tmp_path: Path, other: dict[str, Any]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(json_lines([CHAT[0], other]))
+    assert list(documents(str(tmp_path / "a.jsonl"))) == ["Hi", other.get("text") or other["content"]]

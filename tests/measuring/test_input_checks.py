@@ -348,3 +348,45 @@ def test_a_result_that_cannot_be_printed_ends_with_a_sentence() -> None:
     assert ended.returncode == 1
     assert "error: cannot write the result to stdout (No space left on device)" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_batches_of_several_lengths_are_padded_and_measured_together(model: Any, side: str) -> None:
+    def batch(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+        width = max(map(len, rows))
+        free = [[0] * (width - len(row)) for row in rows]
+        ids = [[*n, *row] if side == "left" else [*row, *n] for row, n in zip(rows, free, strict=True)]
+        ones = [
+            [*n, *[1] * len(row)] if side == "left" else [*[1] * len(row), *n]
+            for row, n in zip(rows, free, strict=True)
+        ]
+        return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(ones)}
+
+    rows = [TOKENS[i, : 6 + i].tolist() for i in range(6)]
+    expected = sinklab.measure(model, batch(rows))
+    batches = [batch(rows[:2]), batch(rows[2:])]
+    examples = [{"input_ids": row} for row in rows]
+    loader = torch.utils.data.DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+    for given in (batches, iter(batches), loader, examples):
+        found = sinklab.measure(model, given)
+        assert found.sink_rate == pytest.approx(expected.sink_rate)
+        assert found.loss == pytest.approx(expected.loss)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_runs_of_any_token_as_of_padding_are_noted_without_a_mask(model: Any, side: str) -> None:
+    padded = TOKENS.clone()
+    padded[1, 7:] = padded[3, 10:] = 5
+    padded = padded if side == "right" else padded.flip(1)
+    notes = sinklab.measure(model, padded).notes
+    assert any(note.startswith("2 of 6 sequences begin or end with") for note in notes)
+    for tokens in (TOKENS, TOKENS[:, :1].repeat(1, 12)):
+        assert not any("begin or end with" in note for note in sinklab.measure(model, tokens).notes)
+
+
+def test_a_file_of_weights_names_the_directory_of_its_model(
+    run: Callable[..., tuple[int, str, str]], folder: Path
+) -> None:
+    status, _, err = run("measure", folder / "model.safetensors")
+    assert status == 2
+    assert f"is a file: pass the directory of the model, {folder}" in err

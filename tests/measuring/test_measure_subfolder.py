@@ -3,12 +3,14 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Run, on_one_line
 from test_measure_revision import NAME, OPTIONS, sinklab
 from tiny_models import text_file, tiny_model
 
+import sinklab as lab
 from sinklab.errors import InputError
 from sinklab.models.huggingface.loading import Loading, load_pretrained
 
@@ -102,8 +104,45 @@ def test_a_subfolder_that_cannot_be_is_refused(run: Run, models: Path, model: st
     assert said in err
 
 
-def test_a_model_without_a_tokenizer_is_refused(run: Run, models: Path) -> None:
+def test_a_model_without_a_tokenizer_is_measured_on_ids_and_refused_for_a_text(run: Run, models: Path) -> None:
     """transformers makes one of two tokens of its own, which would be measured without a word."""
-    status, out, err = on_one_line(run)("measure", models / "above" / INNER, "--inputs", "random", *FEW)
+    folder = models / "above" / INNER
+    status, out, err = on_one_line(run)("measure", folder, *FEW)
     assert (status, out) == (2, "")
     assert "has no tokenizer: put the tokenizer files" in err
+    assert "or pass --tokenizer PATH" in err
+    status, out, err = run("measure", folder, "--inputs", "random", *FEW)
+    assert status == 0, err
+    found = json.loads(out)
+    assert any("without a tokenizer, tokens are any rows of the embedding" in note for note in found["notes"])
+    status, out, _ = run("measure", models / "beside" / INNER, "--inputs", "random", *FEW)
+    assert found["loss"] == json.loads(out)["loss"]  # as many rows as tokens
+    assert lab.measure(str(folder), [[1, 2, 3], [4, 5, 6]]).sequences == 2
+    assert lab.measure(str(folder), inputs="repeat", sequences=2, length=8, explore=True).sequences == 2
+
+
+def test_another_tokenizer_is_named(run: Run, models: Path, tmp_path: Path) -> None:
+    folder, text = models / "above" / INNER, text_file(tmp_path / "text.jsonl")
+    expected = json.loads(run("measure", models / "beside" / INNER, "--text", text, *FEW)[1])["loss"]
+    for place in (models / "above", models / "above" / "tokenizer.json"):
+        status, out, err = run("measure", folder, "--text", text, "--tokenizer", place, *FEW)
+        assert status == 0, err
+        assert json.loads(out)["loss"] == expected
+    how: dict[str, Any] = {"text": text, "sequences": 2, "length": 8}
+    loaded = load_pretrained(str(models / "beside" / INNER))
+    for tokenizer in (str(models / "above"), models / "above", loaded.tokenizer):
+        assert lab.measure(str(folder), tokenizer=tokenizer, **how).loss == expected
+        assert lab.measure(loaded.model, tokenizer=tokenizer, **how).loss == expected
+    status, _, err = on_one_line(run)("measure", folder, "--text", text, "--tokenizer", tmp_path / "none", *FEW)
+    assert status == 2
+    assert "no tokenizer at" in err
+
+
+def test_the_tokenizer_of_the_folder_above_a_checkpoint_is_used_with_a_note(models: Path, tmp_path: Path) -> None:
+    folder, text = tmp_path / "trained" / "checkpoint-500", text_file(tmp_path / "text.jsonl")
+    shutil.copytree(models / "above" / INNER, folder)
+    for file in (models / "above").glob("tokenizer*"):
+        shutil.copy(file, folder.parent)
+    found = lab.measure(str(folder), text=text, sequences=2, length=8)
+    assert found.loss == lab.measure(str(models / "beside" / INNER), text=text, sequences=2, length=8).loss
+    assert f"the tokenizer is that of the folder above, {folder.parent}" in found.notes

@@ -127,4 +127,4 @@ def test_bos_is_refused_for_a_model_that_has_none(run: Run, folder: Path, tmp_pa
         (model / file).write_text(json.dumps(document | {key: None}))
     status, out, err = on_one_line(run)("measure", model, "--text", folder / "text.jsonl", "--length", 16, "--bos")
     assert (status, out) == (2, "")
-    assert "has no BOS, neither in its tokenizer nor in its config: remove --bos" in err
+    assert "has no BOS, neither in its tokenizer nor in its config: leave it out" in err

@@ -1,5 +1,7 @@
 """`sinklab.measure` on a text: a model by its name or in memory, with its own tokenizer or another."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from tiny_models import text_file, tiny_model
+from tiny_models import TEMPLATE, text_file, tiny_model
 from trained_run import trained_run
 
 import sinklab
@@ -53,11 +55,52 @@ def test_a_text_gives_the_bits_of_its_tokens(tmp_path: Path) -> None:
         assert np.array_equal(by_tokens.importance, by_text.importance)
 
 
+def test_a_list_of_messages_is_one_conversation_of_the_chat_template(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model", template=TEMPLATE)
+    chat = [{"role": role, "content": "red cat old dog big hat wet sea " * 4} for role in ("user", "assistant")]
+    found = sinklab.measure(str(folder), text=chat, length=16)
+    assert numbers(found) == numbers(sinklab.measure(str(folder), text=[chat], length=16))
+    assert "conversations were rendered with the model's chat template" in found.notes
+
+
+def test_the_column_of_rows_is_named_in_python_and_on_the_command_line(
+    tmp_path: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    folder, text = tiny_model(tmp_path / "model"), text_file(tmp_path / "text.jsonl")
+    expected = sinklab.measure(str(folder), text=text, sequences=6, length=16)
+    renamed = tmp_path / "renamed.jsonl"
+    renamed.write_text(text.read_text().replace('{"text"', '{"instruction": "Add.", "output"'))
+    found = sinklab.measure(str(folder), text=renamed, column="output", sequences=6, length=16)
+    assert numbers(found) == numbers(expected)
+    options = ("--text", renamed, "--column", "output", "--sequences", "6", "--length", "16", "--json")
+    assert json.loads(run("measure", folder, *options)[1])["loss"] == expected.loss
+    options = ("--text", renamed, "--parts", "streaming", "--length", "16", "--sequences", "1", "--cache", "4")
+    assert run("assess", folder, *options)[0] == 2
+    status, _, err = run("assess", folder, *options, "--column", "output", "--keep", "1")
+    assert status == 0, err
+
+
 def test_a_short_list_of_documents_gives_fewer_sequences(tmp_path: Path) -> None:
     documents = ["red cat old dog big hat wet sea " * 12] * 3
     found = sinklab.measure(str(tiny_model(tmp_path / "model")), text=documents)
     assert found.sequences == 3
     assert any("100" in note for note in found.notes)
+    found = sinklab.measure(str(tmp_path / "model"), text=["red cat", *documents, "old dog"])
+    assert any("3 of 100 sequences:" in note and "that are shorter: 2)" in note for note in found.notes)
+
+
+def test_errors_of_a_list_of_documents_name_the_argument_and_what_to_change(tmp_path: Path) -> None:
+    folder = str(tiny_model(tmp_path / "model"))
+    says = (
+        r"^`text` gives 0 usable sequences: 0 of its 2 documents have 64 tokens of text, and the longest has \d+; lower"
+    )
+    with pytest.raises(InputError, match=rf"{says}.* length=, text="):
+        sinklab.measure(folder, text=["red cat old", "big"])
+    with pytest.raises(InputError, match=r"^`text`, document 2: each message needs"):
+        sinklab.measure(folder, text=["red cat old " * 50, ["big"]])
+    for texts in (["red cat old", "big"], [{"role": "user", "content": "red"}]):
+        with pytest.raises(InputError, match=r"documents are passed as text=\[..\]"):
+            sinklab.measure(folder, texts)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("left", [True, False])
@@ -129,7 +172,8 @@ def test_a_run_is_measured_by_its_directory_and_not_in_memory(tmp_path: Path) ->
         ({"text": "there/is/none.txt"}, "none.txt"),
         ({"text": "红猫" * 200}, "documents as a list"),
         ({"text": "red cat " * 50}, r"no text at 'red cat .*documents as a list, such as text=\[..\]"),
-        ({"tokenizer": "gpt2"}, "tokenizer of transformers"),
+        ({"tokenizer": 5}, "tokenizer of transformers"),
+        ({"tokenizer": "./none"}, "no tokenizer at ./none"),
     ],
 )
 def test_arguments_that_contradict_each_other_are_refused(

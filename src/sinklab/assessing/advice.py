@@ -123,7 +123,7 @@ def advise(
     chosen = options.model_copy(update={"parts": PARTS, "kept": kept})
     done = assess(opened, text, chosen, loading=loading, out=out, where_possible=True, observe=observe)
     text = cast("Path | None", text_or_default(opened.name, text))
-    reading = AssessText(opened, text)
+    reading = AssessText(opened, text, options.column)
     tokens_NT = reading.sequences(settings.sequences, settings.length)
     default_bos = bool(opened.bos_ids) and int(tokens_NT[0, 0]) in opened.bos_ids
     advice = advice_of(done, tolerance, default_bos, opened.token_texts, tokens_NT)

@@ -1,6 +1,5 @@
 """`sinklab.assess`: assess a model in memory, or one by its name, on token ids or on a text."""
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,11 @@ from sinklab.assessing.assess_model import Assessment
 from sinklab.assessing.assess_model import assess as assess_opened
 from sinklab.assessing.parts.caches import PromptCache
 from sinklab.assessing.settings import TOLERANCE, AssessOptions
-from sinklab.data.textfiles import named_text
+from sinklab.data.textfiles import given_text
 from sinklab.errors import InputError
 from sinklab.measuring.inputs import token_matrix
 from sinklab.models.adapter import LanguageModel, unwrapped
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading
 from sinklab.opening import model_in_memory, open_model
 
 
@@ -43,7 +43,7 @@ def assess(
         tokens: token ids (sequences, length), read as they are; default: a text.
         text: a list of documents, a text file, a folder of them, or a source such as "stdlib"; default: the validation
             text of a run, or the text that comes with sinklab.
-        tokenizer: tokenizer of a model in memory, for a text; default: that with which it was saved.
+        tokenizer: tokenizer for a text, or its path or hub name; default: that with which the model was saved.
         parts: names of the parts (docs/assess.md); default: those that are not slow.
         press: a press of kvpress, or a mapping from name to press, for the part `prompt_cache`: the loss with each of
             them in place of the built-in policies, and with the first keys kept and dropped. Only Hugging Face models.
@@ -59,14 +59,15 @@ def assess(
     """
     if tokens is not None and text is not None:
         raise InputError("pass `tokens` or `text`, not both")
-    with tempfile.TemporaryDirectory() as folder:
-        source: Path | Tensor | None = None if text is None else named_text(text, folder)
+    with given_text(text) as path:
+        source: Path | Tensor | None = path
         if tokens is not None:
             source = token_matrix(tokens).cpu()
             N, T = source.shape
             options = {"length": T, "stream_length": T, "sequences": N, **options}
         if isinstance(model, str | Path):
-            opened = open_model(str(model), length=options.get("length") or 0)
+            loading = AS_IT_IS if tokenizer is None else Loading(tokenizer=tokenizer)
+            opened = open_model(str(model), loading, length=options.get("length") or 0, for_text=tokens is None)
         else:
             opened = model_in_memory(unwrapped(model), tokenizer, for_text=tokens is None)
         presses = {} if press is None else press if isinstance(press, Mapping) else {type(press).__name__: press}

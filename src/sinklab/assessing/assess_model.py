@@ -287,11 +287,11 @@ def assess(
     options = options.model_copy(update={"parts": tuple(parts)})
     ledger = Ledger[Assessment](out, ASSESSMENT)
     if isinstance(text, Path):
-        next(documents(str(text)))
+        next(documents(str(text), column=options.column))
     skips = where_possible or not options.parts
     with ledger.locked():
         opened = open_separable(model, loading, options.length or 0)
-        source = GivenTokens(opened, text) if isinstance(text, Tensor) else AssessText(opened, text)
+        source = GivenTokens(opened, text) if isinstance(text, Tensor) else AssessText(opened, text, options.column)
         settings = settings_for(source.model, options)
         inputs = _inputs(source, settings, options, skips, presses or {})
         found = _so_far(ledger, source, text, settings, options, presses or {})

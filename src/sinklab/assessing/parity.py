@@ -179,6 +179,7 @@ def compare_server(
     text: Path | None = None,
     *,
     length: int | None = None,
+    column: str | None = None,
     tolerance: float | None = None,
     served: str | None = None,
     key: str | None = None,
@@ -191,7 +192,7 @@ def compare_server(
     Args:
         url, served, key: see `Server`.
         model: the model that the server should serve, see `open_model`; a run is loaded as its export.
-        text: see `documents`; None for the text that comes with sinklab.
+        text, column: see `documents`; None for the text that comes with sinklab.
         length: tokens of the text; None for `TOKENS`, or one and a half sliding windows if that is more.
         tolerance: largest mean |difference of log p| of a server that serves the model as configured, in nats; None for
             three times the rounding.
@@ -214,7 +215,7 @@ def compare_server(
     if not opened.adapter.has_head:
         raise InputError(f"{model} has no LM head, and so no log-probabilities: pass the model with its head")
     window = getattr(text_config(opened.module.config), "sliding_window", None) or 0
-    said, ids = _text_of(opened, text, length, window)
+    said, ids = _text_of(opened, text, column, length, window)
     reader = _Reader(opened, ids, window)
     prompts = list[JudgedPrompt]()
     bos = opened.special
@@ -261,7 +262,9 @@ def _alterations(name: str) -> int:
     return 0 if name == AS_CONFIGURED else 1 + name.count(", ")
 
 
-def _text_of(model: Model, text: Path | None, length: int | None, window: int) -> tuple[str, list[int]]:
+def _text_of(
+    model: Model, text: Path | None, column: str | None, length: int | None, window: int
+) -> tuple[str, list[int]]:
     """Return a text of about `length` tokens, and its token ids, without special tokens in front."""
     adapter = model.adapter
     most = adapter.context - 2 * max(1, len(model.special))  # with BOS twice
@@ -269,7 +272,7 @@ def _text_of(model: Model, text: Path | None, length: int | None, window: int) -
         raise InputError(f"--length {length}: {adapter.ends}; set at most --length {most}")
     wanted = length or min(max(TOKENS, int(BEYOND_WINDOW * window)), most)
     ids, render = list[int](), model.conversations().render
-    for document in documents(str(text or default_text()), render=render):
+    for document in documents(str(text or default_text()), render=render, column=column):
         ids += model.encode(f"{document}\n\n")
         if len(ids) >= wanted:
             break

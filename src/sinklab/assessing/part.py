@@ -37,10 +37,11 @@ class AssessText:
     Args:
         text: a text file, a folder of them, or another source of `documents`; None for the validation text of
             a run.
+        column: column of a text of rows.
     """
 
-    def __init__(self, model: Model, text: Path | None) -> None:
-        self.model, self._text = model, text
+    def __init__(self, model: Model, text: Path | None, column: str | None = None) -> None:
+        self.model, self._text, self._column = model, text, column
         self._counts = ReadCounts()
         self.conversations = model.conversations()
 
@@ -88,7 +89,8 @@ class AssessText:
             yield Encoded(self.model.special, self.model.held_out(most))
             return
         encode, self._counts = self.model.encoder(), ReadCounts()
-        texts = documents(str(self._text), render=self.conversations.render, counts=self._counts)
+        how: Any = {"render": self.conversations.render, "counts": self._counts, "column": self._column}
+        texts = documents(str(self._text), **how)
         for number, document in enumerate(texts):
             if isinstance(document, ChatText):
                 found = encode(document)

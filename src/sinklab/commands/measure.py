@@ -70,7 +70,7 @@ def measure(
     *,
     model: Annotated[
         str,
-        typer.Argument(help="Hugging Face id, model directory, .gguf file or run directory."),
+        typer.Argument(help="Hugging Face id, model or run directory, .gguf file."),
     ],
     text: Text = None,
     request: Request,
@@ -172,7 +172,9 @@ def compare(
         ),
     ],
     text: Text = None,
-    request: Annotated[Request, Only("inputs", "sequences", "length", "eps", "no_bos", "bos", "batch_size", "seed")],
+    request: Annotated[
+        Request, Only("inputs", "sequences", "length", "eps", "no_bos", "bos", "column", "batch_size", "seed")
+    ],
     loading: LoadingOptions,
     out: Annotated[
         Path | None, option(OUTPUT, "Directory for a measurement per model, comparison.json and report.html.")
@@ -284,7 +286,9 @@ def advise(
         Path | None, option(INPUT, "Text as in `assess`; default: the text that comes with sinklab.")
     ] = None,
     tolerance: Tolerance = TOLERANCE,
-    options: Annotated[AssessOptions, Only("quick", "sequences", "length", "stream_length", "caches", "kept", "seed")],
+    options: Annotated[
+        AssessOptions, Only("quick", "sequences", "length", "stream_length", "column", "caches", "kept", "seed")
+    ],
     loading: LoadingOptions,
     out: Annotated[
         Path | None, option(OUTPUT, "Directory for advice.txt and assessment.json; the same command resumes.")
@@ -337,6 +341,7 @@ def parity(
             min=0.0,
         ),
     ] = None,
+    column: Annotated[str | None, option(INPUT, "Column of the text, as in `measure`.", metavar="NAME")] = None,
     served_name: Annotated[
         str | None, option(INPUT, "Name of the model at the server; default: the first that it lists.", metavar="NAME")
     ] = None,
@@ -371,6 +376,7 @@ def parity(
             model,
             text,
             length=length,
+            column=column,
             tolerance=tolerance,
             served=served_name,
             key=key,

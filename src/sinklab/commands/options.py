@@ -77,9 +77,9 @@ class LoadingOptions(CommandSettings, frozen=True):
         description="Quantise the weights while loading, with bitsandbytes: 4bit or 8bit (extra quantised).",
     )
     trust_remote_code: bool = Field(default=False, description="Run code from the model's repository.")
-    tokenizer: Annotated[Literal["auto", "file", "transformers"], Flag(metavar="KIND", panel=INPUT)] = Field(
+    tokenizer: Annotated[str, Flag(metavar="KIND", panel=INPUT)] = Field(
         default="auto",
-        description="file (tokenizer.json), transformers or auto.",
+        description="auto, file, transformers, or a path.",
     )
 
     def on(self, console: Console) -> "Loading":

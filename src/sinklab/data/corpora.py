@@ -207,6 +207,7 @@ def hub_documents(
     render: Render = plain_conversation,
     files: list[str] | None = None,
     counts: ReadCounts | None = None,
+    column: str | None = None,
 ) -> Iterator[str]:
     """Stream the documents of `hf:NAME[:CONFIG[:SPLIT]]`, one per non-empty row; the default split is `train`.
 
@@ -216,6 +217,7 @@ def hub_documents(
         render: function that renders a conversation as text.
         files: files of the dataset to read instead of the split; default: all files of the split.
         counts: counts to which the rows are added.
+        column: column of the text; None for `KEYS`.
 
     Raises:
         InputError: if the source is malformed, `datasets` is not installed, the dataset cannot be fetched, a message
@@ -228,7 +230,7 @@ def hub_documents(
     try:
         rows = enumerate(datasets.load_dataset(name, config, streaming=True, **selected), start=1)
         placed = ((row, f"{source}, row {number}") for number, row in rows)
-        yield from texts_of_rows(placed, source, render, ReadCounts() if counts is None else counts)
+        yield from texts_of_rows(placed, source, render, counts, column)
     except InputError:
         raise
     except Exception as error:  # network, hub and format errors share no base class
@@ -312,7 +314,9 @@ class Fingerprint:
         return other
 
 
-DEFAULT_TEXT_NOTE = "the text is that of sinklab, 128 short texts in 11 languages and code: pass yours with --text"
+DEFAULT_TEXT_NOTE = (
+    "the text is that of sinklab, 128 short texts in 11 languages and code: pass yours with --text (text=)"
+)
 
 
 def default_text() -> Path:
@@ -324,13 +328,20 @@ def default_text() -> Path:
     return Path(str(resources.files("sinklab") / "data" / "default_text.jsonl"))
 
 
-def documents(source: str, *, render: Render = plain_conversation, counts: ReadCounts | None = None) -> Iterator[str]:
+def documents(
+    source: str,
+    *,
+    render: Render = plain_conversation,
+    counts: ReadCounts | None = None,
+    column: str | None = None,
+) -> Iterator[str]:
     """Yield the non-empty documents of a source in a fixed order.
 
     Args:
         source: see `DataConfig.source`, except a directory of prepared data.
         render: function that renders a conversation as text.
         counts: counts to which the rows of files and datasets are added.
+        column: column of the text in the rows of files and datasets; None for `KEYS` (textfiles.py).
 
     Raises:
         InputError: if the source is missing, empty or malformed; the message names the source or file, and for a
@@ -339,11 +350,12 @@ def documents(source: str, *, render: Render = plain_conversation, counts: ReadC
     if names := installed_names(source):
         texts = installed_documents(names)
     elif source.startswith(HUB):
-        texts = hub_documents(source, render, counts=counts)
+        texts = hub_documents(source, render, counts=counts, column=column)
     elif request := parse(source):
         texts = synthetic_documents(request)
     else:
-        texts = (text for path in text_files(expanded(source)) for text in read_documents(path, render, counts))
+        files = text_files(expanded(source))
+        texts = (text for path in files for text in read_documents(path, render, counts, column))
     found = False
     for text in texts:
         found = True

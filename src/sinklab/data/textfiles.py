@@ -23,6 +23,7 @@ import json
 import lzma
 import os
 import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -106,24 +107,50 @@ def _encoding(head: bytes, path: Path) -> str:
     )
 
 
-def read_rows(path: Path) -> Iterator[tuple[Any, str]]:
+def read_rows(path: Path, column: str | None = None) -> Iterator[tuple[Any, str]]:
     """Yield the rows of a file, each with its place ("FILE, line N" or "FILE, row N") for messages.
+
+    Args:
+        column: column that will be read, besides those of `KEYS`. Without it, a file whose rows are one message each
+            (`MESSAGE_KEYS`) has one row, the list of these messages.
 
     Raises:
         InputError: if the file cannot be read or is malformed, or `datasets` is required and not installed.
     """
     if (kind := kind_of(path)) in (".jsonl", ".ndjson", ".json"):
-        return _json_rows(path, kind == ".json")
-    if kind in (".csv", ".tsv"):
-        return _csv_rows(path, kind == ".tsv")
-    return _parquet_rows(path) if kind == ".parquet" else _rows_of_datasets(path)
+        rows = _json_rows(path, kind == ".json", {*KEYS, column})
+    elif kind in (".csv", ".tsv"):
+        rows = _csv_rows(path, kind == ".tsv")
+    else:
+        keys = {*KEYS, *MESSAGE_KEYS, column}
+        rows = _parquet_rows(path, keys) if kind == ".parquet" else _rows_of_datasets(path)
+    return rows if column is not None else _joined_messages(rows, str(path))
 
 
-def _json_rows(path: Path, may_be_one_value: bool) -> Iterator[tuple[Any, str]]:
+def _joined_messages(rows: Iterator[tuple[Any, str]], file: str) -> Iterator[tuple[Any, str]]:
+    """Yield one row, the list of all rows, if each of them is a message; otherwise the rows."""
+    held: list[tuple[Any, str]] = []
+    for row in rows:
+        held.append(row)
+        if not _is_message(row[0]):
+            yield from held
+            yield from rows
+            return
+    if held:
+        yield [message for message, _ in held], file
+
+
+def _is_message(row: Any) -> bool:
+    speaker = (row.get("role") or row.get("from")) if isinstance(row, dict) else None
+    return isinstance(speaker, str) and row.keys() <= MESSAGE_KEYS and speaker.lower() in {*ROLES, "developer"}
+
+
+def _json_rows(path: Path, may_be_one_value: bool, keys: set[str | None]) -> Iterator[tuple[Any, str]]:
     """Yield the rows of a file of JSON lines, of a JSON array, or of an object that contains one.
 
     Args:
         may_be_one_value: whether the file may be one JSON object instead of one per line, as a .json file.
+        keys: keys of a row that may contain its text.
     """
     with readable(path) as file:
         lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
@@ -141,9 +168,7 @@ def _json_rows(path: Path, may_be_one_value: bool) -> Iterator[tuple[Any, str]]:
         lines = chain(filter(None, (first, second)), lines)
         if is_one_value:
             value = _parsed("".join(line for _, line in lines), str(path))
-            if isinstance(value, dict) and not value.keys() & set(
-                KEYS
-            ):  # without text: its array, as in {"data": [..]}
+            if isinstance(value, dict) and not value.keys() & keys:  # without text: its array, as in {"data": [..]}
                 arrays = [member for member in value.values() if isinstance(member, list)]
                 value = arrays[0] if len(arrays) == 1 else value
             for number, row in enumerate(value if isinstance(value, list) else [value], start=1):
@@ -182,7 +207,8 @@ def _csv_rows(path: Path, is_tsv: bool) -> Iterator[tuple[Any, str]]:
             raise InputError(f"{path}, line {reader.line_num}: not valid CSV ({error})") from error
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[Any, str]]:
+def _parquet_rows(path: Path, keys: set[str | None]) -> Iterator[tuple[Any, str]]:
+    """Yield the rows of a Parquet file; the values of columns that are not in `keys` are None."""
     import polars
 
     try:
@@ -192,12 +218,13 @@ def _parquet_rows(path: Path) -> Iterator[tuple[Any, str]]:
             with compressed(path, "rb") as file:
                 content = io.BytesIO(file.read())
         table = polars.scan_parquet(content, glob=False)
-        known = [name for name in table.collect_schema().names() if name in KEYS]
+        names = table.collect_schema().names()
+        known = [name for name in names if name in keys]
         table = table.select(known) if known else table.head(1)
         for start in range(0, table.select(polars.len()).collect().item(), _ROWS_AT_ONCE):
             rows = table.slice(start, _ROWS_AT_ONCE).collect().iter_rows(named=True)
             for number, row in enumerate(rows, start=start + 1):
-                yield row, f"{path}, row {number}"
+                yield dict.fromkeys(names) | row, f"{path}, row {number}"
     except (polars.exceptions.PolarsError, polars.exceptions.PanicException, OSError, *_DAMAGED) as error:
         raise InputError(f"cannot read {path} as Parquet: {cause(error)}") from error
 
@@ -241,6 +268,7 @@ ROLES = {
     "observation": "tool",
 }
 """Roles by the speaker of a message with `from` and `value`, as in ShareGPT."""
+MESSAGE_KEYS = {"role", "content", "from", "value", "name", "tool_calls", "tool_call_id"}
 
 NEEDED = '"text", "content", "prompt" with "completion", "messages" or "conversations"'
 _SEPARATOR = "<|endoftext|>"
@@ -252,11 +280,13 @@ _LONGEST = 8 * _PIECE  # characters after which any line ends a document; longer
 class ReadCounts:
     """Number of rows that were read from files or datasets, and of those that were skipped because they have no text.
 
-    Texts are read lazily, so the counts may be smaller than those of the whole text.
+    `short` is the number of documents that are shorter than a sequence, if the text is cut into sequences. Texts are
+    read lazily, so the counts may be smaller than those of the whole text.
     """
 
     rows: int = 0
     skipped: int = 0
+    short: int = 0
 
     def notes(self) -> list[str]:
         """Return a list with a note on the skipped rows; empty if there are none."""
@@ -324,20 +354,26 @@ def _files_below(folder: Path) -> tuple[list[Path], list[Path]]:
     return read, sorted({*files} - {*read})
 
 
-def named_text(text: str | Path | Sequence[Any], folder: str) -> Path:
-    """Return the path or name of a text; a list of documents (strings, messages or rows) is written to `folder` first.
+@contextmanager
+def given_text(text: str | Path | Sequence[Any] | None) -> Iterator[Path | None]:
+    """Yield the path or name of a text; a list of documents (strings, messages or rows) is in a temporary file.
 
     Raises:
-        InputError: if `text` is a document and not a list of documents.
+        InputError: if `text` is a document and not a list of documents. In errors of the block, the list is `text`.
     """
     if isinstance(text, str) and (len(text) > 255 or any(map(str.isspace, text))) and not os.path.exists(text):
         raise InputError(f"no text at {text[:40]!r}: pass documents as a list, such as text=[..]")
-    if isinstance(text, str | Path):
-        return Path(text)
-    rows = [one if isinstance(one, dict) else {"messages" if isinstance(one, list) else "text": one} for one in text]
-    path = Path(folder) / "documents.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return path
+    if text is None or isinstance(text, str | Path):
+        yield None if text is None else Path(text)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "documents.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in text), "utf-8")
+        try:
+            yield path
+        except InputError as error:
+            named = str(error).replace(f"{path}, line", "`text`, document").replace(str(path), "`text`")
+            raise InputError(named) from error
 
 
 def plain_conversation(messages: list[Message], where: str) -> str:
@@ -345,27 +381,34 @@ def plain_conversation(messages: list[Message], where: str) -> str:
     return "\n".join(f"{message['role']}: {message['content'] or ''}" for message in messages)
 
 
-def read_documents(path: Path, render: Render = plain_conversation, counts: ReadCounts | None = None) -> Iterator[str]:
+def read_documents(
+    path: Path, render: Render = plain_conversation, counts: ReadCounts | None = None, column: str | None = None
+) -> Iterator[str]:
     """Yield the non-empty documents of one file.
 
     Args:
         render: function that renders a conversation as text.
         counts: counts to which the rows of the file are added.
+        column: column of the text; None for `KEYS` (`row_text`).
 
     Raises:
         InputError: if the file cannot be read, has another encoding than UTF-8, is malformed, or has rows but none with
-            text; `render` may also raise it.
+            text, or no rows and `column` is not None; `render` may also raise it.
     """
     if is_plain(path):
+        if column is not None:
+            raise InputError(f"{path} is plain text without columns: leave --column out")
         with readable(path) as file:
             separated = any(line.strip() == _SEPARATOR for line in iter(lambda: file.readline(_LONGEST), ""))
             file.seek(0)
             yield from (text for text, _ in _txt_pieces(file, separated) if text.strip())
         return
-    yield from texts_of_rows(read_rows(path), str(path), render, ReadCounts() if counts is None else counts)
+    yield from texts_of_rows(read_rows(path, column), str(path), render, counts, column)
 
 
-def texts_of_rows(rows: Iterator[tuple[Any, str]], source: str, render: Render, counts: ReadCounts) -> Iterator[str]:
+def texts_of_rows(
+    rows: Iterator[tuple[Any, str]], source: str, render: Render, counts: ReadCounts | None, column: str | None = None
+) -> Iterator[str]:
     """Yield the texts of rows, and count rows; see `row_text` for errors.
 
     Args:
@@ -375,9 +418,9 @@ def texts_of_rows(rows: Iterator[tuple[Any, str]], source: str, render: Render, 
     Raises:
         InputError: after the last row, if there are rows and none has text.
     """
-    first, found = None, False
+    first, found, counts = None, False, ReadCounts() if counts is None else counts
     for row, where in rows:
-        text = row_text(row, where, render)
+        text = row_text(row, where, render, column)
         counts.rows += 1
         if text.strip():
             found = True
@@ -387,7 +430,11 @@ def texts_of_rows(rows: Iterator[tuple[Any, str]], source: str, render: Render, 
             first = first or (row,)
     if first is not None and not found:
         keys = f"the keys {', '.join(map(str, first[0]))[:200]}" if isinstance(first[0], dict) else "no keys"
-        raise InputError(f"{source} contains no text: no row has {NEEDED} with text; its first row has {keys}")
+        raise InputError(
+            f"{source} contains no text: no row has {NEEDED if column is None else repr(column)} with text; its first "
+            f"row has {keys}: name the one to read with --column NAME (measure, compare, assess, advise, parity; in "
+            "Python, column=), or rename it to text"
+        )
 
 
 def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
@@ -403,19 +450,23 @@ def read_pieces(path: Path) -> Iterator[tuple[str, bool]]:
         yield from _txt_pieces(file, separated=False)
 
 
-def row_text(row: Any, where: str, render: Render) -> str:
+def row_text(row: Any, where: str, render: Render, column: str | None = None) -> str:
     """Return the text of a row of a file or dataset; empty if it has none.
 
-    The text is that of `text`, the rendered conversation (`conversation_of`), that of `content`, or `prompt` followed
-    by `completion`. A row that is a string is a text itself.
+    The text is that of `column`, a text or messages. Without it, it is that of `text`, the rendered conversation
+    (`conversation_of`), that of `content`, or `prompt` followed by `completion`; an empty one is passed over. A row
+    that is a string is a text itself, and a list a conversation.
 
     Raises:
         InputError: if a message of a conversation is malformed; the error message begins with `where`, the name of the
             row. `render` may also raise it.
     """
-    fields = row if isinstance(row, dict) else {"text": row}
+    fields = row if isinstance(row, dict) else {}
+    if column is not None or not isinstance(row, dict):
+        value = row if column is None else fields.get(column)
+        fields = {"messages" if isinstance(value, list) else "text": value}
     prompt, completion = fields.get("prompt"), fields.get("completion")
-    if isinstance(fields.get("text"), str):
+    if isinstance(fields.get("text"), str) and fields["text"].strip():
         text = fields["text"]
     elif messages := conversation_of(fields, where):
         text = render(messages, where)
@@ -432,13 +483,14 @@ def row_text(row: Any, where: str, render: Render) -> str:
 def conversation_of(row: Any, where: str) -> list[Message]:
     """Return the messages of a row; an empty list if it has none, or all are empty.
 
-    The messages are `messages`, `conversations`, or `prompt` followed by `completion`, if these are lists of objects
-    with `role` and `content`, or with `from` and `value` (`ROLES`). The content may be a list of parts, whose texts are
-    joined, or null.
+    The messages are a row that is a list, or `messages`, `conversations`, or `prompt` followed by `completion`, if
+    these are lists of objects with `role` and `content`, or with `from` and `value` (`ROLES`). The content may be a
+    list of parts, whose texts are joined, or null.
 
     Raises:
         InputError: if a message is malformed, its speaker is unknown, or a part is not text.
     """
+    row = {"messages": row} if isinstance(row, list) else row
     if not isinstance(row, dict):
         return []
     found, prompt, completion = row.get("messages"), row.get("prompt"), row.get("completion")

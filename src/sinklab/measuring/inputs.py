@@ -27,7 +27,7 @@ Rejected alternative: decoding tokens one by one, which gives U+FFFD (three byte
 character.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, groupby, islice
@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sinklab.data.corpora import default_text, documents
@@ -136,6 +137,7 @@ def natural_text(
     fewer: bool = False,
     render: Render = plain_conversation,
     counts: ReadCounts | None = None,
+    column: str | None = None,
 ) -> list[Encoded]:
     """Tokenise real text and cut it into sequences.
 
@@ -146,6 +148,7 @@ def natural_text(
         fewer: accept fewer sequences, but at least one, if the text is too short.
         render: function (messages of a conversation, its place in the file) -> text.
         counts: counts to which the rows that are read are added.
+        column: column of the text in rows; None for `KEYS` (textfiles.py).
 
     Returns:
         The sequences, each with T tokens. All sequences of a document begin with its prefix.
@@ -154,16 +157,18 @@ def natural_text(
         InputError: if the text is missing, cannot be read, is empty or malformed, or has too few sequences (the message
             states how many); or if T is not greater than the length of a prefix.
     """
-    cutter = _Cutter(encode, length, render, counts)
+    cutter = _Cutter(encode, length, render, counts, column)
     rows = list(islice(cutter.sequences(text), sequences))
     if len(rows) < sequences and not (fewer and rows):
         found, counted = len(rows), cutter.documents and not cutter.pieces
         usable = f"of its {cutter.documents} documents" if counted else "pieces"
+        longest = f", and the longest has {cutter.longest}" if counted and not found else ""
         less = f"lower --sequences to {found}, " if found else ""
+        needed = "" if fewer else f", and {sequences} are needed"
         name, more = (text, "use more text") if text != default_text() else ("sinklab's text", "pass yours with --text")
         raise InputError(
-            f"{name} gives {found} usable sequences, and {sequences} are needed: {found} {usable} have "
-            f"{cutter.body} tokens of text; {less}lower --length, or {more}"
+            f"{name} gives {found} usable sequences{needed}: {found} {usable} have {cutter.body} tokens of text"
+            f"{longest}; {less}lower --length, or {more} (in Python: sequences=, length=, text=)"
         )
     return rows
 
@@ -177,6 +182,7 @@ def drawn_text(
     draw: int,
     render: Render = plain_conversation,
     counts: ReadCounts | None = None,
+    column: str | None = None,
 ) -> list[Encoded]:
     """Draw random sequences from a text; different draws are disjoint.
 
@@ -190,7 +196,7 @@ def drawn_text(
         InputError: if the text is missing, cannot be read, is empty or malformed, or has no sequence left for this
             draw; or if T is not greater than the length of a prefix.
     """
-    cutter = _Cutter(encode, length, render, counts, everything=True)
+    cutter = _Cutter(encode, length, render, counts, column, everything=True)
     pool = list(islice(cutter.sequences(text), POOL * sequences))
     if not pool:
         counted = cutter.documents and not cutter.pieces
@@ -221,6 +227,7 @@ class _Cutter:
             truncated. From a .txt or .md file, all sequences are always cut.
         documents: number of documents read so far, without those of .txt and .md files.
         pieces: whether a .txt or .md file was read.
+        longest: number of tokens of the longest of these documents, without the prefix.
         body: number of tokens of a sequence of the last document, without the prefix.
     """
 
@@ -228,21 +235,24 @@ class _Cutter:
     length: int
     render: Render
     counts: ReadCounts | None = None
+    column: str | None = None
     everything: bool = False
     documents: int = 0
     pieces: bool = False
+    longest: int = 0
     body: int = 0
 
     def sequences(self, text: Path) -> Iterator[Encoded]:
         """Yield the sequences of a file or another source of documents; from a folder, one from each file in turn."""
         here = expanded(str(text))
         if not here.exists():
-            yield from self._of_documents(documents(str(text), render=self.render, counts=self.counts))
+            texts = documents(str(text), render=self.render, counts=self.counts, column=self.column)
+            yield from self._of_documents(texts)
             return
         turns = [
             self._of_pieces(read_pieces(file))
             if is_plain(file)
-            else self._of_documents(read_documents(file, self.render, self.counts))
+            else self._of_documents(read_documents(file, self.render, self.counts, self.column))
             for file in text_files(here)
         ]
         while turns:
@@ -255,8 +265,11 @@ class _Cutter:
 
     def _of_documents(self, texts: Iterator[str]) -> Iterator[Encoded]:
         for document in texts:
-            self.documents += 1
-            yield from islice(self._cut(self._encoded(document)), None if self.everything else 1)
+            found = self._encoded(document)
+            self.documents, self.longest = self.documents + 1, max(self.longest, len(found.ids))
+            if self.counts is not None:
+                self.counts.short += len(found) < self.length
+            yield from islice(self._cut(found), None if self.everything else 1)
 
     def _cut(self, found: Encoded) -> Iterator[Encoded]:
         self._check(found)
@@ -267,8 +280,8 @@ class _Cutter:
         self.body, special = self.length - len(found.prefix), len(found.prefix)
         if self.body < 1:
             raise InputError(
-                f"--length {self.length}: use at least {special + 1}, one more than the number of special tokens "
-                f"({special})"
+                f"sequences of {self.length} tokens: use a length of at least {special + 1}, one more than the number "
+                f"of special tokens ({special})"
             )
 
     def _encoded(self, document: str) -> Encoded:
@@ -344,7 +357,9 @@ def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:
             or not isinstance(tokens, Sequence)
             or any(isinstance(x, str | bytes | dict) for x in tokens)
         ):
-            raise InputError(f"{name} are {type_text(tokens)}; expected rows of integers (input_ids of a tokenizer)")
+            texts = "; documents are passed as text=[..]" if name == "tokens" else ""
+            expected = f"expected rows of integers (input_ids of a tokenizer){texts}"
+            raise InputError(f"{name} are {type_text(tokens)}; {expected}")
         try:
             lengths = {len(row) for row in tokens}
             rows = torch.tensor([list(row) for row in tokens] or [[]]) if len(lengths) < 2 else None
@@ -360,6 +375,46 @@ def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:
         kind = str(tokens.dtype).removeprefix("torch.")
         raise InputError(f"{name} are {kind} numbers; expected integers, as returned by a tokenizer")
     return tokens.long()
+
+
+def batch_tokens(tokens: Any) -> tuple[Any, Tensor | None]:
+    """Return tokens without change, or those of batches with `input_ids`, with their attention mask.
+
+    Args:
+        tokens: as in `token_matrix`; or a batch, an example of a data set, or several of them, such as a DataLoader.
+            They are padded to the longest, on the side where they are padded already (else right).
+
+    Raises:
+        InputError: see `token_matrix`.
+    """
+    batches = [tokens] if isinstance(tokens, Mapping) else tokens
+    if isinstance(tokens, Iterable) and not isinstance(tokens, Tensor | np.ndarray | Sequence | Mapping):
+        batches = tokens = list(tokens)
+    if not (isinstance(batches, list | tuple) and batches) or not all(
+        isinstance(one, Mapping) and "input_ids" in one for one in batches
+    ):
+        return tokens, None
+    rows = [_batch_rows(one["input_ids"], "tokens") for one in batches]
+    given = [one.get("attention_mask") for one in batches]
+    width = max(one.shape[-1] for one in rows)
+    if all(mask is None for mask in given) and all(one.shape[-1] == width for one in rows):
+        return torch.cat(rows), None
+    masks = [
+        torch.ones_like(one) if mask is None else _batch_rows(mask, "the entries of attention_mask")
+        for one, mask in zip(rows, given, strict=True)
+    ]
+    left = any(not one[:, :1].all() for one in masks)
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        free = [width - one.shape[-1] for one in parts]
+        return torch.cat([F.pad(one, (n, 0) if left else (0, n)) for one, n in zip(parts, free, strict=True)])
+
+    return joined(rows), joined(masks)
+
+
+def _batch_rows(values: Any, name: str) -> Tensor:
+    single = isinstance(values, Sequence) and len(values) > 0 and isinstance(values[0], int)
+    return torch.atleast_2d(token_matrix([values] if single else values, name))
 
 
 UNKNOWN = -1

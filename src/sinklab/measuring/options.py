@@ -18,6 +18,7 @@ from sinklab.settings import (
     ADVANCED,
     INPUT,
     MEASURED,
+    Column,
     CommandSettings,
     Flag,
     Seed,
@@ -274,6 +275,7 @@ class Request(CommandSettings, frozen=True):
             tokenizer or chat template puts none. BOS is included in T.
         begins_like_text: begin random and repeated tokens with the special tokens that the tokenizer puts before text,
             if there are any.
+        column: column of a text of rows.
         seed: random seed of random and repeated tokens, and of tokens that a run's recipe replaces; for drawn text,
             the index of the draw, from 0.
         drawn_text: sample natural sequences from the first 64 N sequences of the text instead of using the first N.
@@ -288,6 +290,7 @@ class Request(CommandSettings, frozen=True):
     length: SequenceLength = 64
     no_bos: bool = Field(default=False, description="Omit BOS and other leading special tokens.")
     bos: bool = Field(default=False, description="Begin every sequence with BOS.")
+    column: Column = None
     seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(
         default=0, description="Random seed for random and repeated tokens."
     )
@@ -310,7 +313,7 @@ class Request(CommandSettings, frozen=True):
         self.check_options()
         if self.options.inputs == "natural":
             text = text or default_text()
-            next(documents(str(text)))
+            next(documents(str(text), column=self.column))
         return text
 
     def check_options(self) -> None:
@@ -339,6 +342,7 @@ class Request(CommandSettings, frozen=True):
         """Return the settings that affect the measurement, as a JSON-serializable dict: a part of request.json."""
         requested = {name: True for name in ("explore", "gradients") if getattr(self.options, name)}
         requested |= {name: True for name in ("bos", "begins_like_text") if getattr(self, name)}
+        requested |= {} if self.column is None else {"column": self.column}
         found = self.options.model_dump(mode="json") | self.model_dump(mode="json", exclude={"options"})
         if self.study.perturb is None:
             del found["study"]["perturb"]

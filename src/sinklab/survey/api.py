@@ -3,8 +3,7 @@
 Trainer callback (transformers, trl) that measures sinks at every evaluation.
 """
 
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,17 +14,18 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
 from sinklab.attention.masks import real_tokens
-from sinklab.data.textfiles import named_text
+from sinklab.data.textfiles import given_text
 from sinklab.errors import InputError
 from sinklab.measuring.driver import measure as measure_tokens
 from sinklab.measuring.driver import measure_with_study
-from sinklab.measuring.inputs import token_matrix
+from sinklab.measuring.inputs import batch_tokens, token_matrix
 from sinklab.measuring.measurement import FED, Fed, Measurement
 from sinklab.measuring.monitor import LoggingCallback
 from sinklab.measuring.options import Inputs, Options, Request, Study
 from sinklab.models.adapter import LanguageModel, NativeAdapter, adapt, unwrapped
 from sinklab.models.families import text_config
 from sinklab.models.hooks import Progress, measured_in_turn
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading
 from sinklab.opening import model_in_memory, open_model
 from sinklab.schema import finite_or_none
 from sinklab.survey.measure import measure_loaded
@@ -33,9 +33,10 @@ from sinklab.survey.measure import measure_loaded
 
 def measure(
     model: "LanguageModel | str | Path",
-    tokens: Tensor | np.ndarray | Sequence[Sequence[int]] | Mapping[str, Any] | None = None,
+    tokens: Tensor | np.ndarray | Sequence[Sequence[int]] | Mapping[str, Any] | Iterable[Any] | None = None,
     *,
     text: str | Path | Sequence[Any] | None = None,
+    column: str | None = None,
     tokenizer: Any = None,
     sequences: int = 100,
     length: int = 64,
@@ -65,13 +66,15 @@ def measure(
         model: a Hugging Face causal language model, a sinklab transformer, or an exported sinklab transformer; or the
             name of a model: a run directory, a model directory, a .gguf file, or a name on the Hugging Face hub.
         tokens: token ids (sequences, length): a tensor on any device, an array, a list of lists of integers, or the
-            batch that a tokenizer returns (`input_ids`, with its `attention_mask`). None for sequences of a text, or of
+            batch that a tokenizer returns (`input_ids`, with its `attention_mask`), or all batches of a DataLoader,
+            list or other iterable, padded to one length. None for sequences of a text, or of
             random or repeated tokens (`inputs`).
-        text: a list of documents (strings, conversations as lists of messages, or rows of a .jsonl file), a text file,
-            a folder of them, or a source such as "stdlib"; default: the text that comes with sinklab. Only without
-            `tokens`.
-        tokenizer: tokenizer of a Hugging Face model in memory, for a text; default: that of the directory or hub name
-            from which the model was loaded.
+        text: a list of documents (strings, conversations as lists of messages, or rows of a .jsonl file), the messages
+            of one conversation, a text file, a folder of them, or a source such as "stdlib"; default: the text that
+            comes with sinklab. Only without `tokens`.
+        column: column of the text or messages, if `text` has rows; default: text, messages and others (measuring.md).
+        tokenizer: tokenizer of a Hugging Face model, for a text, or the path or hub name of one; default: that of the
+            directory or hub name from which the model was loaded.
         sequences: number of sequences; fewer, with a note, if a list of documents is short. Only without `tokens`.
         length: tokens per sequence. Only without `tokens`.
         seed: random seed of random and repeated tokens. Only without `tokens`.
@@ -136,6 +139,7 @@ def measure(
             study=study,
             sequences=sequences,
             length=length,
+            column=column,
             seed=seed,
             bos=bos is True,
             no_bos=bos is False,
@@ -147,12 +151,11 @@ def measure(
         raise InputError("pass `tokens`, or `text` with its `tokenizer`, not both")
     if isinstance(model, str | Path):
         model_name = model_name or str(model)
-        model = cast(LanguageModel, open_model(str(model)).module)
+        model = cast(LanguageModel, open_model(str(model), for_text=False).module)
     model = unwrapped(model)
     adapter = adapt(model)
-    if isinstance(tokens, Mapping) and "input_ids" in tokens:
-        attention_mask = tokens.get("attention_mask") if attention_mask is None else attention_mask
-        tokens = tokens["input_ids"]
+    tokens, own_mask = batch_tokens(tokens)
+    attention_mask = own_mask if attention_mask is None else attention_mask
     tokens_NT = token_matrix(tokens)
     if tokens_NT.ndim != 2 or not tokens_NT.numel():
         raise InputError(f"tokens have shape {tuple(tokens_NT.shape)}; expected (sequences, length), neither empty")
@@ -191,15 +194,16 @@ def _measure_text(
     progress: Progress | None,
 ) -> Measurement:
     """Measure a model by its name, or one in memory with its tokenizer, on a text."""
-    with tempfile.TemporaryDirectory() as folder:
-        text = request.check(None if text is None else named_text(text, folder))
+    with given_text(text) as source:
+        for_text = request.options.inputs == "natural"
+        source = request.check(source)
         if isinstance(model, str | Path):
-            if tokenizer is not None:
-                raise InputError("a model that is given by its name has its own tokenizer: leave out `tokenizer`")
-            return measure_loaded(open_model(str(model), length=request.length), text, request, progress)
+            loading = AS_IT_IS if tokenizer is None else Loading(tokenizer=tokenizer)
+            opened = open_model(str(model), loading, length=request.length, for_text=for_text)
+            return measure_loaded(opened, source, request, progress)
         model = unwrapped(model)
         with measured_in_turn(model):
-            return measure_loaded(model_in_memory(model, tokenizer), text, request, progress)
+            return measure_loaded(model_in_memory(model, tokenizer, for_text), source, request, progress)
 
 
 def _begins_with_bos(model: LanguageModel, tokens_NT: Tensor, attention_mask_NT: Tensor | None) -> bool:
@@ -212,17 +216,25 @@ def _begins_with_bos(model: LanguageModel, tokens_NT: Tensor, attention_mask_NT:
 
 
 def _note_on_padding(model: LanguageModel, tokens_NT: Tensor) -> list[str]:
-    """Return a note if sequences begin or end with two padding or end-of-text tokens."""
+    """Return a note if sequences begin or end with two padding or end-of-text tokens, or with runs as of padding.
+
+    These are runs of one token, the longest of at least three, that are not as long in every sequence.
+    """
     config = text_config(model.config)
     named = [getattr(config, name, None) for name in ("pad_token_id", "eos_token_id")]
     ids = [token for one in named if one is not None for token in (one if isinstance(one, list) else [one])]
     pad_NT = torch.isin(tokens_NT, torch.tensor(ids, dtype=tokens_NT.dtype, device=tokens_NT.device))
-    rows = int((pad_NT[:, :2].all(1) | pad_NT[:, -2:].all(1)).sum()) if tokens_NT.shape[1] > 1 else 0
+    padded_N = pad_NT[:, :2].all(1) | pad_NT[:, -2:].all(1)
+    for ids_NT in (tokens_NT, tokens_NT.flip(1)):
+        run_N = (ids_NT == ids_NT[:, :1]).cumprod(1).sum(1)
+        if run_N.max() >= 3 and run_N.min() < run_N.max():
+            padded_N |= (run_N > 1) & (ids_NT[:, 0] == ids_NT[run_N.argmax(), 0])
+    rows = int(padded_N.sum()) if tokens_NT.shape[1] > 1 else 0
     if not rows:
         return []
     return [
-        f"{rows} of {len(tokens_NT)} sequences begin or end with several padding or end-of-text tokens, which were "
-        "measured as text: if this is padding, pass attention_mask"
+        f"{rows} of {len(tokens_NT)} sequences begin or end with several padding, end-of-text or equal tokens, which "
+        "were measured as text: if this is padding, pass attention_mask"
     ]
 
 

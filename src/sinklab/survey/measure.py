@@ -119,7 +119,8 @@ def measure_model(
     text = request.check(text)
     if out is not None:
         check_results(out, (*MEASUREMENT, REPORT))
-    measurement = measure_loaded(open_model(model, loading, length=request.length), text, request, progress)
+    opened = open_model(model, loading, length=request.length, for_text=request.options.inputs == "natural")
+    measurement = measure_loaded(opened, text, request, progress)
     if out is not None:
         with unsaved(lambda: measurement):
             measurement.save(out)
@@ -158,10 +159,12 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
     check_length(request.length, model.adapter.limit)
     before = model.encoder().forced_prefix if request.bos else model.special if request.begins_like_text else ()
     if request.bos and not before:
-        raise InputError(f"--bos: {model.name} has no BOS, neither in its tokenizer nor in its config: remove --bos")
+        raise InputError(
+            f"--bos (bos=True): {model.name} has no BOS, neither in its tokenizer nor in its config: leave it out"
+        )
     if draw := {"random": inputs.random_tokens, "repeat": inputs.repeated_tokens}.get(request.options.inputs):
         if request.length <= len(before):
-            raise InputError(f"--length {request.length} leaves no room after BOS: use {len(before) + 1} or more")
+            raise InputError(f"a length of {request.length} leaves no room after BOS: use {len(before) + 1} or more")
         number, length = request.sequences, request.length - len(before)
         drawn_NS = draw(model.vocabulary, sequences=number, length=length, seed=request.seed)
         tokens_NT = torch.cat((drawn_NS.new_tensor(before).expand(number, -1), drawn_NS), dim=1)
@@ -174,6 +177,7 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
         "length": request.length,
         "render": conversations.render,
         "counts": counts,
+        "column": request.column,
     }
     if request.drawn_text:
         rows = inputs.drawn_text(text, encode, draw=request.seed, **wanted)
@@ -195,6 +199,11 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
             f"--ablate no_bos: {why}, so there is no BOS to remove; use --ablate mask_first:1 to hide the first token"
         )
     notes = [*conversations.notes(), *counts.notes(), *notes_on_folder(expanded(str(text)))]
+    if len(rows) < request.sequences:
+        shared = f"the pieces of the text are divided among {inputs.SHARES} draws"
+        why = shared if request.drawn_text else "the text has no more sequences of this length"
+        short = f" (documents that are shorter: {counts.short:,})" if counts.short else ""
+        notes.append(f"{len(rows)} of {request.sequences} sequences: {why}{short}")
     if text == default_text():
         notes.append(DEFAULT_TEXT_NOTE)
     if doubled := [row for row in rows if row.doubled]:
@@ -238,16 +247,13 @@ def measure_loaded(model: Model, text: Path | None, request: Request, progress: 
     if len(files) > 1:
         how = "are drawn from" if request.drawn_text else "alternate between"
         notes.append(f"the sequences {how} the {len(files)} files of {text}")
-    if measurement.sequences < request.sequences:
-        shared = f"the pieces of the text are divided among {inputs.SHARES} draws"
-        why = shared if request.drawn_text else "the text has no more sequences of this length"
-        notes.append(f"{measurement.sequences} of {request.sequences} sequences: {why}")
+    explored = measurement.explored
     found: dict[str, Any] = {
         "revision": model.loading.revision,
         "commit": model.commit,
         "vocabulary": model.vocabulary_hash,
         "fed": model.fed(read.tokens_NT),
-        "explored": measurement.explored and measurement.explored.with_texts(model.decode),
+        "explored": explored.with_texts(model.decode) if explored and model.tokenizer else explored,
         "bits_per_byte": bits,
         "notes": notes,
     }
@@ -384,8 +390,10 @@ def measure_all(
             gc.collect()  # frees the memory of the previous model
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            sharing = [other.request for other in items if other.opened_by == item.opened_by]
+            alike = [other for other in items if other.opened_by == item.opened_by]
+            sharing = [other.request for other in alike]
             how = {"step": item.step, "as_transformers": item.as_transformers}
+            how["for_text"] = any(one.measure or one.request.options.inputs == "natural" for one in alike)
             length = max(request.length for request in sharing)
             model = open_model(item.model, item.loading, length=length, **how)
             check_length(length, model.adapter.limit)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.metadata import distributions, version
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -131,7 +131,7 @@ class Loading:
         trust_remote_code: run the model's own code.
         revision: branch, tag or commit on the hub; None for the main branch.
         subfolder: subfolder of the directory or hub repository that contains the model; None for the root.
-        tokenizer: auto, file or transformers (`load_tokenizer`).
+        tokenizer: auto, file or transformers (`load_tokenizer`), or another tokenizer (`given_tokenizer`).
         load_in: 4bit or 8bit, in which bitsandbytes quantises the weights while they are loaded; None for neither.
         adapters: directories or hub names of PEFT adapters to apply, in addition to one in the model's directory.
         say: callback, called with a message before the weights of a GGUF file are dequantised.
@@ -142,7 +142,7 @@ class Loading:
     trust_remote_code: bool = False
     revision: str | None = None
     subfolder: str | None = None
-    tokenizer: TokenizerKind = "auto"
+    tokenizer: Any = "auto"
     adapters: tuple[str, ...] = ()
     load_in: LoadIn | None = None
     say: Callable[[str], None] = field(default=lambda message: None, compare=False)
@@ -161,23 +161,25 @@ class Pretrained:
     """A causal language model in evaluation mode, and its tokenizer.
 
     Attributes:
+        tokenizer: the tokenizer; None if there is none and no text is read.
         notes: remarks on the dtype and the loaded weights, shown with the results.
         commit: commit of the model on the hub; None for a local model, or if the commit is unknown.
     """
 
     model: "PreTrainedModel"
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: Any
     notes: list[str]
     commit: str | None = None
 
 
-def load_pretrained(name: str, loading: Loading = AS_IT_IS, length: int = 0) -> Pretrained:
+def load_pretrained(name: str, loading: Loading = AS_IT_IS, length: int = 0, for_text: bool = True) -> Pretrained:
     """Load a model and its tokenizer.
 
     Args:
         name: model directory, .gguf file or directory that contains one, or name on the Hugging Face hub. For a local
             model in a subfolder, the path of the subfolder (`in_subfolder`).
         length: length of the sequences that will be read, compared with the config before the weights are loaded.
+        for_text: False if no text is read, so that the tokenizer may be missing.
 
     Raises:
         InputError: if the model does not exist or is an encoder-decoder; if its config, tokenizer or weights are
@@ -206,9 +208,15 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS, length: int = 0) -> 
     config.return_dict = True
     config._attn_implementation = None  # its package may be missing, and measurements compute the attention themselves
     given = {} if source.gguf is not None else {"config": config}
-    tokenizer, chosen = _tokenizer(name, base, source, loading, given)
+    try:
+        tokenizer, chosen = _tokenizer(name, base, source, loading, given)
+    except InputError as error:
+        if for_text or loading.tokenizer != "auto":
+            raise
+        tokenizer, chosen = None, [f"without a tokenizer, tokens are any rows of the embedding ({error})"]
     added = getattr(tokenizer, "get_added_vocab", dict)()  # tokenizers of mistral-common do not have it
-    if tokenizer.get_vocab().keys() == added.keys():  # transformers raises no error
+    vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
+    if tokenizer is not None and vocabulary.keys() == added.keys():  # transformers raises no error
         raise InputError(
             f"the tokenizer of {name} has only special tokens: its vocabulary is missing. Put the other tokenizer "
             "files (such as tokenizer.json) next to the weights"
@@ -252,8 +260,8 @@ def load_pretrained(name: str, loading: Loading = AS_IT_IS, length: int = 0) -> 
             f"{len(unused)} tensors of the checkpoint were ignored, such as {unused[0]}: the config has no module for "
             "them, so only part of the checkpoint is used"
         )
-    vocabulary, rows = tokenizer.get_vocab(), vocabulary_size(model)
-    largest = max(vocabulary[token] for token in vocabulary.keys() - added.keys())  # added ones need not be in a text
+    rows, plain = vocabulary_size(model), vocabulary.keys() - added.keys()  # added ones need not be in a text
+    largest = max((vocabulary[token] for token in plain), default=0)
     if largest >= rows:
         raise InputError(
             f"the tokenizer of {name} has token ids up to {largest} and the model has {rows} tokens: "
@@ -286,12 +294,35 @@ def load_model_tokenizer(name: str) -> "tuple[PreTrainedTokenizerBase, list[str]
 def _tokenizer(
     name: str, base: str, source: "_Source", loading: Loading, given: dict[str, Any]
 ) -> "tuple[PreTrainedTokenizerBase, list[str]]":
+    if loading.tokenizer not in get_args(TokenizerKind):
+        return given_tokenizer(loading.tokenizer, loading.trust_remote_code)
     place = _with_tokenizer(source, loading.subfolder)
     if base != name and any(path for pattern in TOKENIZER_FILES for path in Path(name).glob(pattern)):
         place = replace(source, place=name)  # an adapter with its own tokenizer
-    return load_tokenizer(
+    tokenizer, notes = load_tokenizer(
         name, loading.tokenizer, lambda method: place.read("tokenizer", method, given), place.has_file("tokenizer.json")
     )
+    above = loading.subfolder is None and place.place == str(Path(source.place).absolute().parent)
+    return tokenizer, [f"the tokenizer is that of the folder above, {place.place}", *notes] if above else notes
+
+
+def given_tokenizer(tokenizer: Any, trust_remote_code: bool = False) -> tuple[Any, list[str]]:
+    """Return a tokenizer of transformers, or load that of a folder, a file in it, or a name on the hub; and its notes.
+
+    Raises:
+        InputError: if it is not a tokenizer, or cannot be loaded.
+    """
+    if not isinstance(tokenizer, str | Path):
+        if not hasattr(tokenizer, "convert_ids_to_tokens"):
+            raise InputError(f"`tokenizer` is a {type(tokenizer).__name__}: pass the tokenizer of transformers")
+        return tokenizer, []
+    place = str(Path(tokenizer).parent if Path(tokenizer).is_file() else tokenizer)
+    if not Path(place).is_dir() and not HUB_NAME.fullmatch(place):
+        raise InputError(f"no tokenizer at {place}: pass a folder with tokenizer files, or a name on the hub")
+    options = {"trust_remote_code": trust_remote_code, "revision": None}
+    source = _with_tokenizer(_Source(str(tokenizer), place, options, None), None)
+    found = source.has_file("tokenizer.json")
+    return load_tokenizer(str(tokenizer), "auto", lambda method: source.read("tokenizer", method), found)
 
 
 def _model_class(name: str, config: "PretrainedConfig") -> Any:
@@ -474,6 +505,8 @@ def check_name(name_or_dir: str) -> None:
     maybe_on_hub = HUB_NAME.fullmatch(name_or_dir) and not folder.exists()
     if name_or_dir and (folder.is_dir() or folder.suffix.lower() == ".gguf" or maybe_on_hub):
         return
+    if folder.is_file() and (folder.parent / "config.json").is_file():
+        raise InputError(f"{name_or_dir} is a file: pass the directory of the model, {folder.parent}")
     wrong = "is a file" if folder.is_file() else "is neither a directory nor a valid name on the hub"
     raise InputError(
         f"{name_or_dir or 'an empty MODEL'} {wrong}: pass a model directory, a run directory, a .gguf file, or a name "
@@ -525,8 +558,8 @@ def commit_of(name: str, revision: str | None, subfolder: str | None) -> str | N
 def _with_tokenizer(source: _Source, subfolder: str | None) -> _Source:
     """Return the location of a model's tokenizer.
 
-    The tokenizer is next to the weights, else in the root of the directory or repository that contains the subfolder.
-    For GGUF, it is in the file itself.
+    The tokenizer is next to the weights, else in the root of the directory or repository that contains the subfolder;
+    without a subfolder, in the folder above, as for checkpoints of a Trainer. For GGUF, it is in the file itself.
 
     Raises:
         InputError: if a local model has no tokenizer files, unless `trust_remote_code` is set. transformers would
@@ -543,11 +576,15 @@ def _with_tokenizer(source: _Source, subfolder: str | None) -> _Source:
     for one in places:
         if any(path for pattern in TOKENIZER_FILES for path in one.glob(pattern)):
             return replace(source, place=str(one))
+    parent = folder.absolute().parent
+    if subfolder is None and any((parent / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
+        return replace(source, place=str(parent))
     if source.options["trust_remote_code"]:
         return source  # its tokenizer may need no file
     above = "" if len(places) == 1 else f", nor has {places[1]}"
     raise InputError(
-        f"{source.name} has no tokenizer{above}: put the tokenizer files (such as tokenizer.json) next to the weights"
+        f"{source.name} has no tokenizer{above}: put the tokenizer files (such as tokenizer.json) next to the weights, "
+        "or pass --tokenizer PATH (in Python, tokenizer=)"
     )
 
 
