@@ -95,7 +95,7 @@ def split_names(given: object) -> object:
 SequenceCount = Annotated[int, Field(ge=1, le=MOST, description="Number of sequences.")]
 SequenceLength = Annotated[int, Field(ge=2, le=MOST, description="Tokens per sequence, BOS included.")]
 Seed = Annotated[int, Field(ge=0, le=LARGEST_INT64)]
-Column = Annotated[
+ColumnName = Annotated[
     str | None,
     Flag(panel=INPUT, metavar="NAME"),
     Field(description="Column of a file with rows; default: text."),

@@ -6,7 +6,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from sinklab.errors import InputError
-from sinklab.settings import ADVANCED, INPUT, MEASURED, MOST, Column, CommandSettings, Flag, Seed, Several, split_names
+from sinklab.settings import (
+    ADVANCED,
+    INPUT,
+    MEASURED,
+    MOST,
+    ColumnName,
+    CommandSettings,
+    Flag,
+    Seed,
+    Several,
+    split_names,
+)
 
 if TYPE_CHECKING:
     from sinklab.opening import Model
@@ -106,7 +117,7 @@ class AssessOptions(CommandSettings, frozen=True):
         le=MOST,
         description="Tokens per sequence in streaming; default: 4 times --length, or less if the model has a limit.",
     )
-    column: Column = Field(default=None, exclude=True)  # the hash of the text decides
+    column: ColumnName = Field(default=None, exclude=True)  # the hash of the text decides
     caches: Annotated[Several[CacheSize], Flag("--cache")] = Field(
         default=(), description="Keys in the rolling cache; repeatable; default: 1/16 and 1/4 of --stream-length."
     )

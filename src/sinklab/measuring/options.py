@@ -18,7 +18,7 @@ from sinklab.settings import (
     ADVANCED,
     INPUT,
     MEASURED,
-    Column,
+    ColumnName,
     CommandSettings,
     Flag,
     Seed,
@@ -290,7 +290,7 @@ class Request(CommandSettings, frozen=True):
     length: SequenceLength = 64
     no_bos: bool = Field(default=False, description="Omit BOS and other leading special tokens.")
     bos: bool = Field(default=False, description="Begin every sequence with BOS.")
-    column: Column = None
+    column: ColumnName = None
     seed: Annotated[Seed, Flag(panel=ADVANCED)] = Field(
         default=0, description="Random seed for random and repeated tokens."
     )

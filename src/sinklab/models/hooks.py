@@ -439,3 +439,17 @@ def named_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs:
 def cache_field(output: Any) -> str:
     """Return the name of the KV cache in the output of a model."""
     return CACHE if CACHE in getattr(output, "__dict__", {}) else FORMER
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Disable the progress bars of transformers in the `with` block."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

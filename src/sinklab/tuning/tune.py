@@ -10,7 +10,8 @@ from sinklab.errors import InputError, SinklabError, require_extra
 from sinklab.files import is_full, sha256_of
 from sinklab.jobs import JobEvent, Ledger, Observer, StepProgress, check_request, ignore
 from sinklab.models.families import family_of
-from sinklab.models.huggingface.loading import AS_IT_IS, Loading, without_bars
+from sinklab.models.hooks import without_bars
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading
 from sinklab.signals import stop_on_signals
 from sinklab.tuning import tuned_directory
 from sinklab.tuning.settings import TuneOptions, settings_for

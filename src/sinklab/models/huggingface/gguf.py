@@ -91,6 +91,30 @@ def parts_of(path: Path) -> list[Path]:
     return [path.with_name(f"{named[1]}{number:05}-of-{total:05}{named[3]}") for number in range(1, total + 1)]
 
 
+def find_gguf(name_or_dir: str) -> Path | None:
+    """Return the absolute path of the .gguf file: the name itself, or the only .gguf file in a directory.
+
+    None for a directory that has no .gguf file or has safetensors files, and for a name on the hub.
+
+    Raises:
+        InputError: if the name ends in .gguf and does not exist, or the directory has several .gguf files.
+    """
+    path = Path(name_or_dir)
+    if path.suffix.lower() == SUFFIX and not path.is_dir():
+        if not path.is_file():
+            raise InputError(f"there is no file {name_or_dir}: pass the path of a .gguf file")
+        return path.absolute()
+    if not path.is_dir() or any(path.glob("*.safetensors")):
+        return None
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
+    if files and set(files) == set(parts_of(files[0])):  # one model in parts
+        return files[0].absolute()
+    if len(files) > 1:
+        few = ", ".join([file.name for file in files[:3]] + [".."] * (len(files) > 3))
+        raise InputError(f"{name_or_dir} has {len(files)} .gguf files ({few}): pass one of them, such as {files[0]}")
+    return files[0].absolute() if files else None
+
+
 def read_header(path: Path) -> Gguf:
     """Read the header of a GGUF file, without its weights; of a model in parts, those of all its files.
 

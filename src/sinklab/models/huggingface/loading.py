@@ -9,8 +9,8 @@ the base model. transformers and peft apply adapters without merging them, becau
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.metadata import distributions, version
@@ -25,7 +25,8 @@ from sinklab.errors import InputError, cause, require_extra
 from sinklab.files import parse_json
 from sinklab.models.adapter import check_length
 from sinklab.models.families import EXPORTED, OTHER_HEAD, context_limit, quantisation, text_config, vocabulary_size
-from sinklab.models.huggingface.gguf import SUFFIX, Gguf, check_memory, parts_of, read_header
+from sinklab.models.hooks import without_bars
+from sinklab.models.huggingface.gguf import Gguf, check_memory, find_gguf, read_header
 from sinklab.models.huggingface.tokenizer_files import TokenizerKind, load_tokenizer
 from sinklab.settings import dtype_name
 
@@ -399,30 +400,6 @@ class _Source:
             raise InputError(f"the {part} of {self.name}{revision} could not be loaded: {why}") from error
 
 
-def find_gguf(name_or_dir: str) -> Path | None:
-    """Return the absolute path of the .gguf file: the name itself, or the only .gguf file in a directory.
-
-    None for a directory that has no .gguf file or has safetensors files, and for a name on the hub.
-
-    Raises:
-        InputError: if the name ends in .gguf and does not exist, or the directory has several .gguf files.
-    """
-    path = Path(name_or_dir)
-    if path.suffix.lower() == SUFFIX and not path.is_dir():
-        if not path.is_file():
-            raise InputError(f"there is no file {name_or_dir}: pass the path of a .gguf file")
-        return path.absolute()
-    if not path.is_dir() or any(path.glob("*.safetensors")):
-        return None
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX)
-    if files and set(files) == set(parts_of(files[0])):  # one model in parts
-        return files[0].absolute()
-    if len(files) > 1:
-        few = ", ".join([file.name for file in files[:3]] + [".."] * (len(files) > 3))
-        raise InputError(f"{name_or_dir} has {len(files)} .gguf files ({few}): pass one of them, such as {files[0]}")
-    return files[0].absolute() if files else None
-
-
 def _find(name: str, loading: Loading) -> _Source:
     options: dict[str, Any] = {"trust_remote_code": loading.trust_remote_code, "revision": loading.revision}
     if (path := find_gguf(name)) is not None:
@@ -617,17 +594,3 @@ def advice(error: Exception, place: str, revision: str | None, gguf: str | None)
         revised = "" if revision is None else ", the revision"
         what = f"{place} is not a directory here; for a model on the hub, check the name{revised} and the connection"
     return f"{what} ({cause(error)})"
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Disable the progress bars of transformers in the `with` block."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
