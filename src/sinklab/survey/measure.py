@@ -235,9 +235,10 @@ def measure_loaded(model: Model, text: Path | None, request: Request, progress: 
         predicted_NT = read.sizes_NT[:, model.adapter.first_target - 1 :]
         size, unknown = int(predicted_NT.sum()), int((predicted_NT < 0).any(1).sum())
         if unknown:
+            who = "tokenizer" if model.planned_steps is None else "tokenizer or the recipe"
             notes.append(
-                f"no bits per byte: tokens and text differ in {unknown} of {len(predicted_NT)} sequences: the "
-                "tokenizer changes or leaves out characters, or the recipe replaces tokens"
+                f"no bits per byte: tokens and text differ in {unknown} of {len(predicted_NT)} sequences: the {who} "
+                "changes or leaves out characters"
             )
         elif size:
             bits = measurement.loss * predicted_NT.numel() / math.log(2) / size
