@@ -171,6 +171,7 @@ NOT_INTERVENTIONS = {
     "data.tokenizer",
     "data.valid_fraction",
     "data.text_limit_bytes",
+    "data.column",
     "data.token_limit",
     "data.mix",
 }

@@ -238,7 +238,8 @@ def model_in_memory(model: Any, tokenizer: Any = None, for_text: bool = True) ->
             tokenizer, notes = load_model_tokenizer(name)
         except InputError as error:
             if for_text:
-                raise InputError(f"no tokenizer for the text: {error}; pass `tokenizer`, or token ids") from error
+                why = str(error) if name else "the model in memory was not loaded from a directory"
+                raise InputError(f"no tokenizer for the text: {why}; pass `tokenizer`, or token ids") from error
     else:
         tokenizer, notes = given_tokenizer(tokenizer)
     loaded = Pretrained(model, tokenizer, notes)

@@ -12,7 +12,7 @@ from families import family_tokens, pair_of
 from made_assessment import assessment
 from tiny_models import tiny_model
 
-from sinklab.assessing.advice import UNDECIDED, advice_of, advise, chosen_format, first_tokens
+from sinklab.assessing.advice import UNDECIDED, Served, advice_of, advise, chosen_format, first_tokens
 from sinklab.assessing.assess_model import Assessment
 from sinklab.assessing.parts.bos import Bos
 from sinklab.assessing.parts.kv_formats import FORMATS, KVFormats
@@ -20,6 +20,8 @@ from sinklab.assessing.parts.streaming import Streaming
 from sinklab.assessing.settings import AssessOptions
 from sinklab.data.prepare import prepared
 from sinklab.models.adapter import adapt
+from sinklab.models.huggingface.loading import AS_IT_IS
+from sinklab.opening import open_model
 from sinklab.train.loop import Trainer
 from sinklab.train.recipe import load_recipe
 from sinklab.train.run import open_run
@@ -57,7 +59,7 @@ def test_a_larger_tolerance_never_raises_the_number() -> None:
     draw = random.Random(5)
     for _ in range(200):
         gaps = {n: draw.choice((-1, 1, 1)) * draw.random() ** 3 for n in (0, 1, 2, 4)} | {8: 0.0}
-        numbers = [first_tokens(streaming(gaps, None), tolerance)[0] for tolerance in (0.001, 0.01, 0.1, 1.0)]
+        numbers = [first_tokens(streaming(gaps, 0.0), tolerance)[0] for tolerance in (0.001, 0.01, 0.1, 1.0)]
         assert numbers == sorted(numbers, key=lambda n: -(n or 0))
 
 
@@ -67,14 +69,14 @@ def test_the_number_is_undecided_unless_the_gap_is_two_standard_errors_from_the_
     assert first_tokens(streaming({0: 1.5, 4: 0.0}, error=0.02), 0.01)[0] == 4
 
 
-def formats(added: dict[str, float], error: float | None = None) -> KVFormats:
+def formats(added: dict[str, float], error: float = 0.0) -> KVFormats:
     rows = [
         {
             "name": name,
             "bits": FORMATS[name].bits(64),
             "keys": {"loss": 3 + loss, "error": error, **LOSS},
-            "values": {"loss": 3 + loss / 2, **LOSS},
-            "everything": {"loss": 3 + loss, **LOSS},
+            "values": {"loss": 3 + loss / 2, "error": error, **LOSS},
+            "everything": {"loss": 3 + loss, "error": error, **LOSS},
             "without_sink": {"loss": 3 + loss, **LOSS},
             "due_to_sink": 0.0,
         }
@@ -112,16 +114,71 @@ def test_settings_have_no_undecided_format_and_none_are_printed_for_undecided_fi
     assert found.servers["vLLM"] == "vllm serve org/model --kv-cache-dtype auto  # close to the tolerance: fp8"
     assert "-ctk f16" in found.servers["llama.cpp"]
     assert found.servers["llama.cpp"].endswith("# close to the tolerance: keys q8_0")
-    assert "undecided: fp8 (± 0.500), pass more text" in found.text()
+    assert "undecided: fp8 (standard error 0.500), pass more text" in found.text()
     for cache in made["streaming"]["caches"]:
         cache["gap_error"] = 0.5
-    assert advised(made).undecided == ["llama.cpp", "kvpress"]
-    assert "No settings for llama.cpp, kvpress" in advised(made).text()
+    found = advised(made)
+    assert found.undecided == ["kvpress"]
+    assert "No settings for kvpress" in found.text()
+    assert found.servers["llama.cpp"].endswith(
+        "# close to the tolerance: keys q8_0; undecided: --context-shift --keep N"
+    )
 
 
-def advised(made: dict[str, Any]) -> Any:
+def advised(made: dict[str, Any], **served: Any) -> Any:
     done = Assessment.model_validate(made)
-    return advice_of(done, 0.01, True, lambda ids: [f"<{token}>" for token in ids], torch.zeros(4, 64).long())
+    values: dict[str, Any] = {"model": "org/model", **served}
+    named = Served(**values)
+    return advice_of(done, 0.01, True, lambda ids: [f"<{token}>" for token in ids], torch.zeros(4, 64).long(), named)
+
+
+def with_formats(*names: str) -> dict[str, Any]:
+    """An assessment in which these formats add nothing and first tokens must stay."""
+    made = assessment("org/model", 0.5)
+    effect = {"loss": made["kv_formats"]["unchanged"]["loss"], "error": 1e-6, **LOSS}
+    kinds = ("keys", "values", "everything", "without_sink")
+    made["kv_formats"]["formats"] = [
+        {"name": name, "bits": FORMATS[name].bits(64), "due_to_sink": 0.0, **dict.fromkeys(kinds, effect)}
+        for name in names
+    ]
+    return made
+
+
+def test_a_server_is_given_only_formats_that_it_can_have_for_the_model() -> None:
+    made = with_formats("fp8", "q8_0", "nvfp4", "turboquant_3bit_nc")
+    assert advised(made).servers["vLLM"].endswith("--kv-cache-dtype turboquant_3bit_nc")
+    for limit in ({"windows": True}, {"sink_logits": True}):
+        servers = advised(made, **limit).servers
+        assert servers["vLLM"].endswith("--kv-cache-dtype fp8  # on a B200: nvfp4")
+        assert servers["SGLang"].endswith("--kv-cache-dtype fp8_e4m3")
+    llama = advised(made, windows=True).servers["llama.cpp"]
+    assert llama.endswith("-ctk q8_0 -ctv q8_0  # the cache of layers with windows cannot be shifted")
+    assert "-ctk f16 -ctv f16 --context-shift --keep 4" in advised(made, width=80).servers["llama.cpp"]
+
+
+def test_commands_of_servers_name_adapters_the_revision_and_the_export_of_a_run() -> None:
+    made = with_formats("fp8")
+    servers = advised(made, adapters=("runs/lora",), revision="v2").servers
+    begins = "vllm serve org/model --revision v2 --enable-lora --lora-modules lora=runs/lora --kv-cache-dtype fp8"
+    assert servers["vLLM"] == begins
+    assert "--model-path org/model --revision v2 --lora-paths lora=runs/lora --kv-cache" in servers["SGLang"]
+    assert "-m MODEL.gguf --lora lora.gguf -ctk" in servers["llama.cpp"]
+    run = advised(made, model="EXPORTED", before="sinklab export runs/a EXPORTED && ").servers
+    assert run["vLLM"].startswith("sinklab export runs/a EXPORTED && vllm serve EXPORTED ")
+
+
+@pytest.mark.parametrize(
+    ("family", "windows", "sinks"),
+    [("llama", False, False), ("gemma3, window 5", True, False), ("gpt-oss, sinks and window 5", True, True)],
+)
+def test_windows_and_sink_logits_are_those_of_the_model(
+    tmp_path: Path, family: str, windows: bool, sinks: bool
+) -> None:
+    model = pair_of(family)[0]
+    model.save_pretrained(tmp_path)
+    found = Served.of(open_model(str(tmp_path), for_text=False), AS_IT_IS)
+    width = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
+    assert (found.model, found.windows, found.sink_logits, found.width) == (str(tmp_path), windows, sinks, width)
 
 
 def test_every_part_has_its_decisions_and_servers_their_own_options() -> None:
@@ -130,7 +187,7 @@ def test_every_part_has_its_decisions_and_servers_their_own_options() -> None:
     assert answers["first tokens that must stay in the cache"] == "4"
     assert answers["BOS"] == "must be there"
     assert answers["format of keys and values"] == "16 bits"
-    assert answers["layers not to be rounded to 3 bits"] == "none"  # none in the format with the fewest bits
+    assert answers["layers (from 1) not to be rounded to 3 bits"] == "none"  # none in the format with the fewest bits
     assert answers["tokens to put in front (PrefixQuant)"] == "BOS, or any token"
     assert found.servers["llama.cpp"].endswith("-ctk f16 -ctv f16 --context-shift --keep 4")
     assert found.servers["vLLM"] == "vllm serve org/model --kv-cache-dtype auto"
@@ -160,7 +217,7 @@ def test_a_model_is_advised_on_the_text_of_sinklab(tmp_path: Path) -> None:
     found = advise(str(folder), None, AssessOptions(**sizes), out=tmp_path / "out")
     answers = {one.question: one.answer for one in found.decisions}
     assert {"BOS", "format of keys and values"} < answers.keys()
-    assert answers["layers not to be rounded to 3 bits"] == "not assessed"
+    assert answers["layers (from 1) not to be rounded to 3 bits"] == "not assessed"
     assert (tmp_path / "out" / "advice.txt").read_text() == found.text() + "\n"
 
 

@@ -72,6 +72,19 @@ def test_each_run_is_listed_with_what_it_has_reached(runs: Path) -> None:
     assert "diverged" in found["failed"].why
 
 
+def test_a_run_of_an_own_recipe_is_compared_with_the_listed_runs_of_that_name(
+    dataset: TokenDataset, tmp_path: Path
+) -> None:
+    for folder, name, changes in (("a", "mine", {}), ("b", "mine", {"lr": 5e-4}), ("c", "other", {"lr": 1e-4})):
+        own = recipe().model_copy(update={"name": name})
+        own = own.model_copy(update={"optim": own.optim.model_copy(update=changes)})
+        own = own.model_copy(update={"train": own.train.model_copy(update={"save_every": 3 if folder == "b" else 2})})
+        establish(open_run(own, dataset, tmp_path / folder))
+    found = {Path(run.directory).name: run.differs for run in list_runs([tmp_path])}
+    assert (found["b"], found["c"]) == (("optim.lr=0.0005",), ())
+    assert [change.partition("=")[0] for change in found["a"]] == ["optim.lr"]
+
+
 def test_a_run_that_is_trained_is_running_and_may_be_looked_at(dataset: TokenDataset, tmp_path: Path) -> None:
     states = []
     run = open_run(recipe(), dataset, tmp_path / "run")

@@ -196,6 +196,16 @@ def test_a_recipe_without_a_mix_has_no_key_for_it(corpus: Path):
         build_recipe({"data": {"source": "stdlib", "mix": "files"}})
 
 
+@pytest.mark.parametrize("mix", [None, UniformMix()])
+def test_a_named_column_is_prepared_and_kept_apart(tmp_path: Path, mix: UniformMix | None):
+    rows = [{"title": "Law", "body": text} for text in prose("law", 20)]
+    (tmp_path / "law.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = prepare(settings_of(str(tmp_path), "train:300", mix=mix, column="body"), tmp_path / "body")
+    assert data.manifest.text_bytes == sum(len(row["body"].encode()) for row in rows)
+    with pytest.raises(InputError, match="contains data prepared with other settings"):
+        prepare(settings_of(str(tmp_path), "train:300", mix=mix, column="title"), tmp_path / "body")
+
+
 # Limits and estimates
 
 

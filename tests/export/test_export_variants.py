@@ -190,3 +190,21 @@ def test_learned_positions_limit_the_length_of_exported_models(tokenizer: Path, 
     _, theirs = exported("position_learnable", tokenizer, tmp_path / "one")
     with pytest.raises(InputError, match=f"learned positional embeddings end at model.context {CONTEXT}"):
         theirs.generate(some_tokens(), max_new_tokens=CONTEXT, do_sample=False, eos_token_id=None)
+
+
+def test_a_model_of_sinklab_is_trained_with_gradient_checkpointing_and_loads_as_sdpa(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    _, model = exported("value_residual", tokenizer, tmp_path)
+    tokens, gradients = some_tokens(), []
+    for again in (False, True):
+        if again:
+            model.gradient_checkpointing_enable()
+        model.train().zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        gradients.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
+    assert model.transformer.gradient_checkpointing
+    for one, other in zip(*gradients, strict=True):
+        assert_close(one, other)
+    sdpa = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa").eval()
+    torch.testing.assert_close(sdpa(tokens).logits, model.eval()(tokens).logits)

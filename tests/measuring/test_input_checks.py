@@ -65,7 +65,7 @@ def test_a_probe_takes_no_name_of_a_model() -> None:
         ([[1, 2**80]], "tokens are not a matrix of integers"),
         ({"ids": TOKENS}, r"tokens are of type dict; .*input_ids of a tokenizer"),
         ([], "neither empty"),
-        (TOKENS[0], "neither empty"),
+        (TOKENS[None], "neither empty"),
     ],
 )
 def test_what_are_no_tokens_is_named(model: Any, tokens: Any, says: str) -> None:
@@ -371,6 +371,16 @@ def test_batches_of_several_lengths_are_padded_and_measured_together(model: Any,
         found = sinklab.measure(model, given)
         assert found.sink_rate == pytest.approx(expected.sink_rate)
         assert found.loss == pytest.approx(expected.loss)
+
+
+def test_one_sequence_and_loaders_of_matrices_are_measured(model: Any) -> None:
+    one = sinklab.measure(model, TOKENS[:1])
+    for given in (TOKENS[0], TOKENS[0].tolist(), TOKENS[0].numpy()):
+        assert sinklab.measure(model, given).loss == one.loss
+    every = sinklab.measure(model, TOKENS)
+    for rows in (torch.utils.data.TensorDataset(TOKENS), [*TOKENS]):
+        found = sinklab.measure(model, torch.utils.data.DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
+        assert (found.sequences, found.loss) == (len(TOKENS), pytest.approx(every.loss))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -190,13 +190,13 @@ def test_layers_of_pytorch_are_watched() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True).eval()
     x, mask = torch.randn(2, 9, 32), nn.Transformer.generate_square_subsequent_mask(9)
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sinklab.watch_attention(layer) as watch:
-            layer(x, src_mask=mask, is_causal=True)
-        _, weights = layer.self_attn(x, x, x, attn_mask=mask, average_attn_weights=False)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
+    with sinklab.watch_attention(layer) as watch:
+        output = layer(x, src_mask=mask, is_causal=True)
+    assert torch.backends.mha.get_fastpath_enabled()
+    torch.testing.assert_close(output, layer(x, src_mask=mask, is_causal=True))
+    _, weights = layer.self_attn(x, x, x, attn_mask=mask, average_attn_weights=False)
+    with sinklab.watch_attention(layer.self_attn), pytest.raises(SinklabError, match="with need_weights=False"):
+        layer.self_attn(x, x, x, attn_mask=mask)
     alpha = weights.sum(2) / torch.arange(9, 0, -1)
     torch.testing.assert_close(watch.layers[0].importance_BHT, alpha)
 

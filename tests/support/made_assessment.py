@@ -10,7 +10,7 @@ NEURON = {"name": "down.weight", "expert": None, "neuron": 7, "activation": 2.0,
 
 
 def effect(loss: float = 3.0, kl: float = 0.0) -> dict[str, Any]:
-    return {"loss": loss, "kl": kl, "targets": 100}
+    return {"loss": loss, "kl": kl, "error": 0.001, "targets": 100}
 
 
 def streamed(cost: float, cache: int, first: int) -> dict[str, Any]:

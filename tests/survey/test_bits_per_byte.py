@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from chat_templates import template_tokenizer, trained_backend
 from rich.console import Console
-from tiny_models import WORDS, text_file, tiny_model
+from tiny_models import WORDS, chat_file, text_file, tiny_model
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from trained_run import trained_run
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -22,6 +22,7 @@ from sinklab.measuring.inputs import UNKNOWN, spelling
 from sinklab.measuring.measurement import Measurement
 from sinklab.measuring.options import Options, Request
 from sinklab.report.page import write_report
+from sinklab.report.result_tables import difference_sentence
 from sinklab.survey.measure import measure_model
 from sinklab.survey.suites import compare_models, compared_rows
 
@@ -169,6 +170,19 @@ def test_losses_of_different_tokenizers_have_no_difference_and_bits_per_byte_hav
     print_measurement(found.outcome.measured["base"], Console(file=shown, width=120), full=True)
     assert f"{found.outcome.measured['base'].bits_per_byte:.4f} bits/byte" in shown.getvalue()
     assert "Bits per byte" in write_report([tmp_path / "out"]).read_text(encoding="utf-8")
+
+
+def test_losses_on_differently_written_conversations_have_no_difference(tmp_path: Path) -> None:
+    text = chat_file(tmp_path / "chats.jsonl")
+    template = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}"
+    base, chat = tiny_model(tmp_path / "base"), tiny_model(tmp_path / "chat", template=template)
+    found = compare_models([str(base), str(chat)], text, SMALL, out=tmp_path / "out")
+    loss = next(row for row in compared_rows(found.outcome.measured) if row.quantity == "loss")
+    assert (loss.values["base"] is not None, loss.differences["chat"]) == (True, None)
+    assert "on other tokens" in difference_sentence(compared_rows(found.outcome.measured))
+    plain = compare_models([str(base), str(chat)], text_file(tmp_path / "text.jsonl"), SMALL, out=tmp_path / "plain")
+    (same,) = (row for row in compared_rows(plain.outcome.measured) if row.quantity == "loss")
+    assert same.differences["chat"] == 0
 
 
 def _with_another_tokenizer(folder: Path) -> Path:

@@ -176,6 +176,7 @@ def test_the_initialisation_key_keeps_earlier_hashes() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("model={attention.bias: k}", "dotted key, as in --set; write it nested: attention: \\{bias: ..\\}"),
         ("model.widht=3", "model.widht: unknown key; allowed here: layers, width, heads"),
         ("optim.learning_rate=3", "optim.learning_rate: unknown key; allowed here: name, lr"),
         ("steps=3", r"  steps: unknown key; .* Did you mean train\.steps\?"),

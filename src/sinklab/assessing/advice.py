@@ -12,6 +12,10 @@ Every decision compares losses on the same text with a tolerance in nats per tok
     KV heads         the same for a single KV head in 2 bits (`kv_cache`)
     activations      static int8 scales if they add at most the tolerance more than a scale per token (`quantisation`)
 
+A server is given only formats that it can have for the model (`Served`): in vLLM the TurboQuant presets need layers
+without windows and sink logits, and nvfp4 a Blackwell card (SM100), in llama.cpp the blocks of 32 numbers a width that
+32 divides; llama.cpp cannot shift the cache of layers with windows. SGLang's fp4_e2m1 is not nvfp4, so not measured.
+
 First tokens and BOS are `undecided` where a loss that they rest on is (`judged`). Undecided formats are named and not
 chosen. The other decisions have no such check.
 """
@@ -20,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -28,14 +32,17 @@ from sinklab.assessing.assess_model import Assessment, assess, open_separable, t
 from sinklab.assessing.part import SAFE, UNDECIDED, AssessText, judged
 from sinklab.assessing.parts.bos import Bos
 from sinklab.assessing.parts.kv_cache import KVCache
-from sinklab.assessing.parts.kv_formats import BY_LAYER, FORMATS, KVFormats, StoredFormat
+from sinklab.assessing.parts.kv_formats import BLOCK, BY_LAYER, FORMATS, KVFormats, StoredFormat
 from sinklab.assessing.parts.quantisation import STATIC, Quantisation
 from sinklab.assessing.parts.streaming import Streaming
-from sinklab.assessing.reading import Effect
+from sinklab.assessing.reading import Effect, probe
 from sinklab.assessing.settings import TOLERANCE, AssessOptions, settings_for
+from sinklab.attention.masks import Window
 from sinklab.files import write_text
 from sinklab.jobs import Observer, ignore
-from sinklab.models.huggingface.loading import AS_IT_IS, Loading
+from sinklab.models.families import has_windows
+from sinklab.models.huggingface.loading import AS_IT_IS, Loading, base_and_adapters
+from sinklab.opening import Model, is_run
 from sinklab.schema import VersionedDocument
 
 ADVICE = "advice.txt"
@@ -43,6 +50,8 @@ PARTS = ("streaming", "quantisation", "kv_cache", "kv_formats", "bos")
 KEPT = (0, 1, 2, 4, 8, 16)
 PREFIXES = 4  # maximum number of tokens named for a prefix
 PER_TOKEN = "int8 per token"
+EXPORTED = "EXPORTED"
+"""Directory of an exported run in the commands of servers."""
 READ = "vLLM 0.25, SGLang and llama.cpp as documented in November 2026, kvpress 0.5"
 """Versions whose documentation the settings follow."""
 
@@ -62,6 +71,41 @@ class Decision:
     evidence: str
 
 
+@dataclass(frozen=True)
+class Served:
+    """What settings of servers depend on besides the results of an assessment.
+
+    Attributes:
+        model: model that the command of a server names.
+        revision: its revision on the hub, if not the newest; `adapters`: PEFT adapters that are applied to it.
+        windows: whether layers attend to a sliding window or to chunks; `sink_logits`: whether they have sink logits.
+        width: numbers of a key.
+        before: beginning of a command that exports a run of sinklab, which servers cannot load; else empty.
+    """
+
+    model: str
+    revision: str | None = None
+    adapters: tuple[str, ...] = ()
+    windows: bool = False
+    sink_logits: bool = False
+    width: int = BLOCK
+    before: str = ""
+
+    @classmethod
+    def of(cls, opened: Model, loading: Loading) -> "Served":
+        """Return it for an opened model."""
+        calls = [layer.call for layer in probe(opened.adapter)]
+        facts: dict[str, Any] = {
+            "windows": has_windows(opened.module.config) or any(isinstance(one.mask, Window) for one in calls),
+            "sink_logits": any(one.logit_BHT is not None for one in calls),
+            "width": calls[0].k_BGTD.shape[-1],
+        }
+        if is_run(opened.name):
+            return cls(EXPORTED, before=f"sinklab export {opened.name} {EXPORTED} && ", **facts)
+        base, adapters = base_and_adapters(opened.name, loading.adapters)
+        return cls(base, loading.revision, tuple(adapters), **facts)
+
+
 class Advice(VersionedDocument):
     """Decisions for serving a model, and the settings of inference servers that follow from them.
 
@@ -70,7 +114,7 @@ class Advice(VersionedDocument):
         tolerance: largest loss in nats per token that a decision may add.
         decisions: question, answer and evidence of each decision.
         servers: settings by server, ready to paste.
-        undecided: servers that have no settings, because these would rest on undecided answers.
+        undecided: servers that have no settings, because these would rest on an undecided answer.
         notes: notes of the assessment.
     """
 
@@ -126,7 +170,8 @@ def advise(
     reading = AssessText(opened, text, options.column)
     tokens_NT = reading.sequences(settings.sequences, settings.length)
     default_bos = bool(opened.bos_ids) and int(tokens_NT[0, 0]) in opened.bos_ids
-    advice = advice_of(done, tolerance, default_bos, opened.token_texts, tokens_NT)
+    served = Served.of(opened, loading)
+    advice = advice_of(done, tolerance, default_bos, opened.token_texts, tokens_NT, served)
     if out is not None:
         write_text(out / ADVICE, advice.text() + "\n")
     return advice
@@ -138,6 +183,7 @@ def advice_of(
     default_bos: bool,
     token_texts: Callable[[list[int]], list[str]],
     tokens_NT: Tensor,
+    served: Served,
 ) -> Advice:
     """Decide from a finished assessment.
 
@@ -158,15 +204,14 @@ def advice_of(
         for part, what in (("keys", "keys"), ("values", "values"), ("everything", "keys and values")):
             decisions.append(_format(formats, tolerance, part, f"format of {what}"))
         decisions.append(_layers(formats, tolerance))
-        servers = dict(_servers(done.model, first, formats, tolerance))
+        servers = dict(_servers(served, first, formats, tolerance))
     if isinstance(cache := results.get("kv_cache"), KVCache):
         decisions += [_heads(cache, tolerance), _prefix(cache, token_texts, tokens_NT)]
     if isinstance(quantisation := results.get("quantisation"), Quantisation):
         decisions.append(_activations(quantisation, tolerance))
-    if first:
+    undecided = ["kvpress"] if first == UNDECIDED else []
+    if first and not undecided:
         servers["kvpress"] = f"press = StreamingLLMPress(compression_ratio=0.5, n_sink={first})"
-    undecided = [server for server, setting in servers.items() if UNDECIDED in setting]
-    servers = {server: setting for server, setting in servers.items() if server not in undecided}
     decisions += [Decision(part, "not assessed", why) for part, why in done.skipped.items() if part in PARTS]
     notes = [*done.notes, *done.errors(), f"settings follow the documentation of {READ}"]
     decided = {"decisions": decisions, "servers": servers, "undecided": undecided}
@@ -235,19 +280,22 @@ def chosen_format(
 
 
 def _format(formats: KVFormats, tolerance: float, part: str, question: str) -> Decision:
-    effects = {one.name: getattr(one, part) for one in sorted(formats.formats, key=lambda one: _bits(one, part))}
+    by_bits = sorted(formats.formats, key=lambda one: _bits(one, part))
+    effects: dict[str, Effect] = {one.name: getattr(one, part) for one in by_bits}
+    bits = {one.name: _bits(one, part) for one in by_bits}
     shown = ", ".join(f"{name} {one.loss - formats.unchanged.loss:+.3f}" for name, one in effects.items())
     name, undecided = chosen_format(formats, tolerance, part)
     more = "" if name else "; none is safely within the tolerance"
     if undecided:
-        errors = ", ".join(f"{one} (± {effects[one].error:.3f})" for one in undecided)
+        errors = ", ".join(f"{one}{_error(effects[one])}" for one in undecided)
         more += f"; undecided: {errors}, pass more text"
-    return Decision(question, name or "16 bits", f"added loss (nats per token): {shown}{more}")
+    answer = f"{name}, {bits[name]:.3g} bits" if name else "16 bits"
+    return Decision(question, answer, f"added loss (nats per token): {shown}{more}")
 
 
 def _layers(formats: KVFormats, tolerance: float) -> Decision:
     """Decide which layers (1-based) must not be rounded to the format with the fewest bits."""
-    question, name = "layers not to be rounded to 3 bits", BY_LAYER[-1]
+    question, name = "layers (from 1) not to be rounded to 3 bits", BY_LAYER[-1]
     rows = [one for one in formats.layers if one.name == name]
     if not formats.layers:
         return Decision(question, "not assessed", "--quick rounds no layer alone")
@@ -257,7 +305,9 @@ def _layers(formats: KVFormats, tolerance: float) -> Decision:
         f"layer {one.layer} KL {one.everything.kl:.4f} ({100 * one.share:.0f} % due to the sink)" for one in top
     )
     answer = ", ".join(str(one.layer) for one in costly) or "none"
-    evidence = f"each layer alone in {name}; costliest: {listed} (layers from 1; vLLM counts them from 0)"
+    evidence = f"each layer alone in {name}; costliest: {listed}"
+    if costly:
+        evidence += f"; vLLM: --kv-cache-dtype-skip-layers {' '.join(str(one.layer - 1) for one in costly)}"
     return Decision(question, answer, evidence)
 
 
@@ -302,11 +352,11 @@ def _error(effect: Effect) -> str:
     return "" if effect.error is None else f" (standard error {effect.error:.3f})"
 
 
-def _servers(model: str, first: str, formats: KVFormats, tolerance: float) -> Iterator[tuple[str, str]]:
+def _servers(served: Served, first: str, formats: KVFormats, tolerance: float) -> Iterator[tuple[str, str]]:
     """Yield the settings of each server, in the smallest of its own formats that is within the tolerance.
 
-    A comment names undecided formats of fewer bits. `first` is the number of first tokens to keep,
-    `UNDECIDED` or empty; a setting with `UNDECIDED` cannot be used.
+    A comment names undecided formats of fewer bits. `first` is the number of first tokens to keep, `UNDECIDED` or
+    empty.
     """
 
     def chosen(part: str, otherwise: str, **names: str) -> tuple[str, list[str]]:
@@ -315,18 +365,34 @@ def _servers(model: str, first: str, formats: KVFormats, tolerance: float) -> It
         name, undecided = chosen_format(formats, tolerance, part, tuple(ours))
         return ours[name] if name else otherwise, [ours[one] for one in undecided]
 
-    def comment(undecided: Sequence[str]) -> str:
-        return f"  # close to the tolerance: {', '.join(undecided)}" if undecided else ""
+    def comment(undecided: Sequence[str], *more: str) -> str:
+        close = [f"close to the tolerance: {', '.join(undecided)}"] if undecided else []
+        return f"  # {'; '.join([*close, *more])}" if undecided or more else ""
 
-    presets = {name: name for name in FORMATS if name.startswith("turboquant")}
-    dtype, unclear = chosen("everything", "auto", fp8="fp8", nvfp4="nvfp4", **presets)
-    yield "vLLM", f"vllm serve {model} --kv-cache-dtype {dtype}{comment(unclear)}"
-    dtype, unclear = chosen("everything", "auto", fp8="fp8_e4m3", nvfp4="fp4_e2m1")
-    yield "SGLang", f"python -m sglang.launch_server --model-path {model} --kv-cache-dtype {dtype}{comment(unclear)}"
-    kinds = {"q8_0": "q8_0", "q4_0__rotated": "q4_0"}
+    model = served.model + (f" --revision {served.revision}" if served.revision else "")
+    named = " ".join(f"{Path(one).name}={one}" for one in served.adapters)
+    lora = f" --enable-lora --lora-modules {named}" if named else ""
+    plain = not (served.windows or served.sink_logits)
+    presets = {name: name for name in FORMATS if plain and name.startswith("turboquant")}
+    dtype, unclear = chosen("everything", "auto", fp8="fp8", **presets)
+    on_blackwell, _ = chosen("everything", "auto", fp8="fp8", nvfp4="nvfp4", **presets)
+    more = ["on a B200: nvfp4"] if on_blackwell == "nvfp4" else []
+    yield "vLLM", f"{served.before}vllm serve {model}{lora} --kv-cache-dtype {dtype}{comment(unclear, *more)}"
+    dtype, unclear = chosen("everything", "auto", fp8="fp8_e4m3")
+    lora = f" --lora-paths {named}" if named else ""
+    launch = f"{served.before}python -m sglang.launch_server --model-path {model}{lora}"
+    yield "SGLang", f"{launch} --kv-cache-dtype {dtype}{comment(unclear)}"
+    kinds = {"q8_0": "q8_0", "q4_0__rotated": "q4_0"} if served.width % BLOCK == 0 else {}
     keys, unclear_keys = chosen("keys", "f16", **kinds)
     values, unclear_values = chosen("values", "f16", **kinds)
     unclear = [*(f"keys {name}" for name in unclear_keys), *(f"values {name}" for name in unclear_values)]
-    keep = f" --context-shift --keep {first}" if first.strip("0") else ""
-    file = model if model.endswith(".gguf") else "MODEL.gguf"
-    yield "llama.cpp", f"llama-server -m {file} -ctk {keys} -ctv {values}{keep}{comment(unclear)}"
+    keep, more = "", []
+    if served.windows:
+        more = ["the cache of layers with windows cannot be shifted"]
+    elif first == UNDECIDED:
+        more = ["undecided: --context-shift --keep N"]
+    elif first.strip("0"):
+        keep = f" --context-shift --keep {first}"
+    file = served.model if served.model.endswith(".gguf") else "MODEL.gguf"
+    lora = "".join(f" --lora {Path(one).name}.gguf" for one in served.adapters)
+    yield "llama.cpp", f"llama-server -m {file}{lora} -ctk {keys} -ctv {values}{keep}{comment(unclear, *more)}"

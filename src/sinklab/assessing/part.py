@@ -322,8 +322,11 @@ SAFE, UNDECIDED, NOT_SAFE = "safe", "undecided", "not safe"
 
 
 def judged(added: float, error: float | None, tolerance: float) -> str:
-    """Return "undecided" if an added loss is within two standard errors of the tolerance, else "safe" or "not safe"."""
-    if error is not None and abs(added - tolerance) < 2 * error:
+    """Return "undecided" if an added loss is within two standard errors of the tolerance, else "safe" or "not safe".
+
+    It is undecided without a standard error too, as of a single block of targets.
+    """
+    if error is None or abs(added - tolerance) < 2 * error:
         return UNDECIDED
     return SAFE if added <= tolerance else NOT_SAFE
 

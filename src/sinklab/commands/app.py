@@ -365,8 +365,8 @@ def runs(
     Example: sinklab runs runs
 
     States: running, done, stopped (the command that started the run resumes it), failed, not begun (no checkpoint),
-    damaged. Recipe keys are compared with the shipped recipe of the same name or, if there is none, with the other
-    listed runs.
+    damaged. Recipe keys are compared with the shipped recipe of the same name or, if there is none, with the listed
+    runs of that name.
     """
 
     from sinklab.commands.results import print_runs
@@ -386,6 +386,9 @@ class PrepareSettings(CommandSettings, frozen=True):
     )
     valid_fraction: float = Field(
         default=0.02, gt=0, le=0.5, description="Fraction of the documents held out for validation, at most 0.5."
+    )
+    column: Annotated[str | None, Flag(metavar="NAME")] = Field(
+        default=None, description="Column of the text in rows; default: text, a conversation, content, or prompt."
     )
     text_limit_bytes: Annotated[int | None, Flag("--limit-bytes")] = Field(
         default=None, ge=1, le=LARGEST_INT64, description="Read at most this many bytes of text."

@@ -84,8 +84,11 @@ Mix = WeightedMix | UniformMix
 
 
 class Selection(Part):
-    """Mix and token limit. Null fields are not serialised, so they do not affect the name of the cache folder."""
+    """Column, mix and token limit. Null fields are not serialised: they do not affect the name of the cache folder."""
 
+    column: Omitted[str] = Field(
+        default=None, description="column of the text in rows; null: `text`, a conversation, `content`, or `prompt`"
+    )
     mix: Omitted[Mix] = Field(
         default=None,
         discriminator="kind",
@@ -136,8 +139,8 @@ class DataConfig(Selection):
         min_length=1,
         description="`stdlib`, `site-packages`, `stdlib+site-packages`, a text file (.txt, .md, .jsonl, .json, .csv, "
         ".tsv or .parquet, also .gz, .zst, .bz2 or .xz), a folder of them, a "
-        "directory written by `sinklab data prepare` (tokenizer, valid_fraction, text_limit_bytes, token_limit and mix "
-        "are then ignored), `hf:NAME[:CONFIG[:SPLIT]]`, or "
+        "directory written by `sinklab data prepare` (tokenizer, valid_fraction, text_limit_bytes, column, token_limit "
+        "and mix are then ignored), `hf:NAME[:CONFIG[:SPLIT]]`, or "
         "`synthetic:NAME[:length=N,documents=N,seed=N]` with NAME bigram_backcopy or trigger_average",
     )
     tokenizer: str = Field(

@@ -317,7 +317,8 @@ def settings_of(source: str, tokenizer: str, **selection: Any) -> Settings:
 
     Args:
         source, tokenizer: as in `DataConfig`.
-        selection: `valid_fraction`, `text_limit_bytes`, `mix` and `token_limit`, with the defaults of `DataConfig`.
+        selection: `valid_fraction`, `text_limit_bytes` and the fields of `Selection`, with the defaults of
+            `DataConfig`.
 
     Raises:
         InputError: if a value is invalid, or the source does not exist or is already prepared.
@@ -335,7 +336,8 @@ def prepared(config: DataConfig, cache: Path | None = None, progress: StageProgr
     """Return the opened token shards of a recipe's data; they are first prepared in the cache if they do not exist.
 
     Args:
-        config: data section of the recipe; tokenizer, split, mix and limits are ignored if `source` is prepared data.
+        config: data section of the recipe; tokenizer, split, column, mix and limits are ignored if `source` is prepared
+            data.
         cache: cache folder; default: SINKLAB_CACHE, or ~/.cache/sinklab.
         progress: see `prepare`.
     """

@@ -2,13 +2,10 @@
 
 - .txt and .md: a line `<|endoftext|>` ends a document. A document of a file without such a line ends at the first blank
   line after 8,192 characters, or at any line after 65,536, so that a book can be split into training and validation.
-- other formats: every row is a document (`row_text`).
+- other formats: every row is a document (`row_text`). A row is a dict of column names and values; in a JSON file it may
+  be any JSON value.
 
-Documents without text are skipped; rows among them are counted (`ReadCounts`).
-
-Lazy reading of data files: decompression, encodings, and the rows of JSON, CSV and Parquet files.
-
-A row is a dict of column names and values; in a JSON file it may be any JSON value. Compressed files are opened by the
+Documents without text are skipped; rows among them are counted (`ReadCounts`). Compressed files are opened by the
 standard library (and its backport for .zst), CSV by the module csv, Parquet by polars, and formats that are not listed
 here by `datasets`. Files are read lazily, except for .json files that are one JSON value.
 """
@@ -397,7 +394,7 @@ def read_documents(
     """
     if is_plain(path):
         if column is not None:
-            raise InputError(f"{path} is plain text without columns: leave --column out")
+            raise InputError(f"{path} is plain text without columns: leave the column out")
         with readable(path) as file:
             separated = any(line.strip() == _SEPARATOR for line in iter(lambda: file.readline(_LONGEST), ""))
             file.seek(0)
@@ -432,8 +429,8 @@ def texts_of_rows(
         keys = f"the keys {', '.join(map(str, first[0]))[:200]}" if isinstance(first[0], dict) else "no keys"
         raise InputError(
             f"{source} contains no text: no row has {NEEDED if column is None else repr(column)} with text; its first "
-            f"row has {keys}: name the one to read with --column NAME (measure, compare, assess, advise, parity; in "
-            "Python, column=), or rename it to text"
+            f"row has {keys}: name the one to read with --column NAME (in a recipe data.column, in Python column=), or "
+            "rename it to text"
         )
 
 

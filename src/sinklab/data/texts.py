@@ -57,6 +57,7 @@ class Stream:
         source: source of the text, as in `DataConfig.source`.
         files: files to read sequentially, relative to the source; None for the whole source.
         size: size of the files in bytes; None if unknown.
+        column: column of the text in rows, as in `DataConfig.column`.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Stream:
     source: str
     files: tuple[str, ...] | None
     size: int | None
+    column: str | None = None
 
     def documents(self, counts: ReadCounts | None = None) -> Iterator[str]:
         """Yield the documents of this stream in a fixed order.
@@ -75,12 +77,12 @@ class Stream:
             InputError: if the source is missing, a whole source is empty, or a file cannot be read or is malformed.
         """
         if self.files is None:
-            yield from documents(self.source, counts=counts)
+            yield from documents(self.source, counts=counts, column=self.column)
         elif self.source.startswith(HUB):
-            yield from hub_documents(self.source, files=list(self.files), counts=counts)
+            yield from hub_documents(self.source, files=list(self.files), counts=counts, column=self.column)
         else:
             for file in self.files:
-                yield from read_documents(expanded(self.source) / file, plain_conversation, counts)
+                yield from read_documents(expanded(self.source) / file, plain_conversation, counts, self.column)
 
     def tokens_per_byte(self, tokenizer: Tokenizer, eos: bool = False) -> float:
         """Estimate the tokens per byte of this stream from a sample at its start.
@@ -104,7 +106,7 @@ class Stream:
         return (int(lengths.sum()) + len(sample) * eos) / sum(len(text.encode()) for text in sample)
 
 
-def streams(source: str, mix: Mix) -> list[Stream]:
+def streams(source: str, mix: Mix, column: str | None = None) -> list[Stream]:
     """List the streams of a mix: the domains that have files, or for a `UniformMix` all files.
 
     A file belongs to a domain if the file (without a trailing number) or a parent folder has the domain's name:
@@ -123,7 +125,7 @@ def streams(source: str, mix: Mix) -> list[Stream]:
     else:
         raise InputError(f"source {source} cannot be mixed: use a folder or hf:NAME with a file or folder per domain")
     if not isinstance(mix, WeightedMix):
-        return [Stream(name, None, source, (name,), size) for name, size in sizes.items()]
+        return [Stream(name, None, source, (name,), size, column) for name, size in sizes.items()]
     found: dict[str, list[str]] = {domain: [] for domain in mix.weights}
     for domain, name in product(mix.weights, sizes):
         path = PurePosixPath(name)
@@ -138,7 +140,7 @@ def streams(source: str, mix: Mix) -> list[Stream]:
             "(--absent renormalise)"
         )
     return [
-        Stream(domain, mix.weights[domain], source, tuple(files), known_sum([sizes[name] for name in files]))
+        Stream(domain, mix.weights[domain], source, tuple(files), known_sum([sizes[name] for name in files]), column)
         for domain, files in found.items()
         if files
     ]
@@ -190,9 +192,9 @@ class RequestedText:
         self.settings = settings
         self.counts = ReadCounts()
         if settings.mix:
-            self.streams = streams(settings.source, settings.mix)
+            self.streams = streams(settings.source, settings.mix, settings.column)
         else:
-            self.streams = [Stream("", None, settings.source, None, total_bytes(settings.source))]
+            self.streams = [Stream("", None, settings.source, None, total_bytes(settings.source), settings.column)]
         total, limit = known_sum([stream.size for stream in self.streams]), settings.text_limit_bytes
         self.total_bytes = total if total is None or limit is None else min(total, limit)
 

@@ -340,10 +340,10 @@ def default_prefix(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
 
 
 def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:
-    """Convert rows of integers to an int64 tensor; a tensor stays on its device.
+    """Convert rows of integers to an int64 tensor (rows, length); a tensor stays on its device.
 
     Args:
-        tokens: tensor or array of any shape, or rows (lists, arrays or tensors) of equal length.
+        tokens: tensor, array or rows (lists, arrays or tensors) of equal length; a single row has no outer list.
         name: plural noun for the integers in error messages.
 
     Raises:
@@ -361,6 +361,7 @@ def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:
             expected = f"expected rows of integers (input_ids of a tokenizer){texts}"
             raise InputError(f"{name} are {type_text(tokens)}; {expected}")
         try:
+            tokens = [tokens] if tokens and isinstance(tokens[0], int) else tokens
             lengths = {len(row) for row in tokens}
             rows = torch.tensor([list(row) for row in tokens] or [[]]) if len(lengths) < 2 else None
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -374,7 +375,7 @@ def token_matrix(tokens: Any, name: str = "tokens") -> Tensor:
     if tokens.numel() and (tokens.is_floating_point() or tokens.is_complex()):
         kind = str(tokens.dtype).removeprefix("torch.")
         raise InputError(f"{name} are {kind} numbers; expected integers, as returned by a tokenizer")
-    return tokens.long()
+    return torch.atleast_2d(tokens.long())
 
 
 def batch_tokens(tokens: Any) -> tuple[Any, Tensor | None]:
@@ -382,25 +383,26 @@ def batch_tokens(tokens: Any) -> tuple[Any, Tensor | None]:
 
     Args:
         tokens: as in `token_matrix`; or a batch, an example of a data set, or several of them, such as a DataLoader.
-            They are padded to the longest, on the side where they are padded already (else right).
+            They are padded to the longest, on the side where they are padded already (else right). Batches of a
+            DataLoader may also be matrices of token ids, alone or as the only tensor of a TensorDataset.
 
     Raises:
         InputError: see `token_matrix`.
     """
     batches = [tokens] if isinstance(tokens, Mapping) else tokens
     if isinstance(tokens, Iterable) and not isinstance(tokens, Tensor | np.ndarray | Sequence | Mapping):
-        batches = tokens = list(tokens)
+        batches = tokens = [_of_tensor_dataset(one) for one in tokens]
     if not (isinstance(batches, list | tuple) and batches) or not all(
         isinstance(one, Mapping) and "input_ids" in one for one in batches
     ):
         return tokens, None
-    rows = [_batch_rows(one["input_ids"], "tokens") for one in batches]
+    rows = [token_matrix(one["input_ids"]) for one in batches]
     given = [one.get("attention_mask") for one in batches]
     width = max(one.shape[-1] for one in rows)
     if all(mask is None for mask in given) and all(one.shape[-1] == width for one in rows):
         return torch.cat(rows), None
     masks = [
-        torch.ones_like(one) if mask is None else _batch_rows(mask, "the entries of attention_mask")
+        torch.ones_like(one) if mask is None else token_matrix(mask, "the entries of attention_mask")
         for one, mask in zip(rows, given, strict=True)
     ]
     left = any(not one[:, :1].all() for one in masks)
@@ -412,9 +414,10 @@ def batch_tokens(tokens: Any) -> tuple[Any, Tensor | None]:
     return joined(rows), joined(masks)
 
 
-def _batch_rows(values: Any, name: str) -> Tensor:
-    single = isinstance(values, Sequence) and len(values) > 0 and isinstance(values[0], int)
-    return torch.atleast_2d(token_matrix([values] if single else values, name))
+def _of_tensor_dataset(batch: Any) -> Any:
+    """Return a batch with `input_ids` if it is a matrix of token ids, or has no other tensor; else the batch."""
+    ids = batch[0] if isinstance(batch, list | tuple) and len(batch) == 1 else batch
+    return {"input_ids": ids} if isinstance(ids, Tensor) and ids.ndim == 2 else batch
 
 
 UNKNOWN = -1

@@ -160,7 +160,7 @@ def adapter_records(
 ROUNDING = 0.01  # difference of a row sum from one that is attributed to rounding, in bfloat16 too
 ADVICE = (
     "if the module does not call torch.nn.functional.scaled_dot_product_attention, call sinklab.record_attention where "
-    "it computes attention"
+    "it computes attention; nn.MultiheadAttention calls it with need_weights=False"
 )
 _sdpa: Any = F.scaled_dot_product_attention  # as it was before the first active block
 _lock = threading.Lock()
@@ -199,7 +199,12 @@ class AttentionWatch:
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the module's `forward` and record its attention."""
         self._calls, self._running, start = [], True, time.perf_counter()
-        output = forward(*args, **kwargs)
+        fused = torch.backends.mha.get_fastpath_enabled()  # of nn.TransformerEncoderLayer, in one operation
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fused)
         self._running = False
         self._seconds += time.perf_counter() - start
         explicit = [record for given, record in self._calls if given]
@@ -236,7 +241,8 @@ def watch_attention(model: nn.Module) -> Iterator[AttentionWatch]:
 
     Every call of `torch.nn.functional.scaled_dot_product_attention` in the forward pass is a layer. If the module calls
     `sinklab.record_attention`, only those calls are layers. Forward passes must have whole sequences, without padding
-    or a KV cache, and the module must not be compiled. Its output is not changed.
+    or a KV cache, and the module must not be compiled. Its output is not changed, except by rounding in an
+    `nn.TransformerEncoderLayer`, whose fused path is not taken.
 
     Args:
         model: any module; for models of transformers, `sinklab.probe` and `sinklab.measure` record more.

@@ -104,6 +104,8 @@ class SinklabForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = SinklabConfig
     base_model_prefix = "transformer"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True  # `attn_implementation="sdpa"` is accepted; the attention is sinklab's in any case
     _no_split_modules = ["DecoderBlock"]  # noqa: RUF012  as transformers declares it
 
     def __init__(self, config: SinklabConfig) -> None:

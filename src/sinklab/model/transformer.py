@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sinklab.attention.query_blocks import accumulate_dtype
 from sinklab.errors import InputError
@@ -60,10 +61,14 @@ class Transformer(nn.Module):
         sink_token: embeddings of the learned tokens (1, leading, E); None without them.
         embedding_map, head_map: projections after the embeddings and before the LM head; the identity if not used.
         layer_configs: config of each layer (`ModelConfig.of_layer`).
+        gradient_checkpointing: whether the blocks' activations are computed again for gradients, as
+            `gradient_checkpointing_enable` of transformers sets it; training has `train.recompute`.
 
     Raises:
         ValueError: if `config.vocab_size` is not set.
     """
+
+    gradient_checkpointing = False
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         super().__init__()
@@ -131,7 +136,12 @@ class Transformer(nn.Module):
                 with_rotary[kind.position] = replace(inputs, rotary=tables)
         for index, block in enumerate(self.blocks):
             here = with_rotary.get(self.layer_configs[index].position, inputs)
-            x_BLE = block(x_BLE, here) if past is None else block(x_BLE, here, past.layers[index])
+            if past is not None:
+                x_BLE = block(x_BLE, here, past.layers[index])
+            elif self.gradient_checkpointing and torch.is_grad_enabled():
+                x_BLE = checkpoint(block, x_BLE, here, use_reentrant=False)
+            else:
+                x_BLE = block(x_BLE, here)
         return self.head_map(self.final_norm(x_BLE[:, leading:]))
 
     def new_past(self) -> Past:

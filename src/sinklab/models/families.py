@@ -181,6 +181,14 @@ def layer_kinds(config: "PretrainedConfig") -> LayerKinds:
     return LayerKinds(len(kinds), tuple(attention), tuple(carrying))
 
 
+def has_windows(config: Any) -> bool:
+    """Return True if layers of a Hugging Face model attend to a sliding window or to chunks."""
+    text = text_config(config)
+    if kinds := first_named(text, LAYER_KINDS):
+        return any(kind.startswith(("sliding", "chunked")) for kind in kinds)
+    return bool(getattr(text, "sliding_window", None)) and getattr(text, "use_sliding_window", True) is not False
+
+
 def attention_layers(config: "PretrainedConfig") -> int:
     """Return the number of layers of the language model with softmax attention (not all layers in a hybrid model).
 

@@ -15,7 +15,7 @@ from sinklab.errors import InputError, SinklabError
 from sinklab.experiments.documents import SUMMARY, CellSummary, RunRecord, Summary, read_record
 from sinklab.experiments.sweep.packed import is_packed
 from sinklab.files import folders_with, if_present, parse_json, read_document, read_mapping
-from sinklab.report.data import ReportData, ReportedRun, Suite, assign_cells, model_name, recipe_changes
+from sinklab.report.data import ReportData, ReportedRun, Suite, assign_cells, effective, model_name, recipe_changes
 from sinklab.report.sweeps import Sweep, read_sweep, value_text
 from sinklab.schema import leaves
 from sinklab.survey.suites import FILES, SuiteDocument
@@ -245,8 +245,8 @@ def _listed(path: Path, recipes: Mapping[Path, Mapping[str, Any]]) -> ListedRun:
     else:
         state = "stopped" if saved else "not begun"
     if (changes := recipe_changes(recipe)) is None:
-        others = [leaves(other) for other in recipes.values() if other]
-        own = [(key, value) for key, value in leaves(recipe).items() if key not in ("seed", "name")]
+        others = [effective(other) for other in recipes.values() if other.get("name", "") == name]
+        own = effective(recipe).items()
         different = [(key, value) for key, value in own if any(other.get(key) != value for other in others)]
         changes = [f"{key}={value_text(value)}" for key, value in different]
     return ListedRun(

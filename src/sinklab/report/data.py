@@ -285,7 +285,7 @@ def assign_cells(runs: list[ReportedRun], named: Collection[str]) -> list[Report
     by_recipe: dict[str, list[ReportedRun]] = {}
     for run in runs:
         if run.recipe and run.cell not in named:
-            by_recipe.setdefault(json.dumps(_effective(run.recipe), sort_keys=True, default=str), []).append(run)
+            by_recipe.setdefault(json.dumps(effective(run.recipe), sort_keys=True, default=str), []).append(run)
     groups = [group for group in by_recipe.values() if len({run.seed for run in group}) == len(group)]
     bases = [str(group[0].recipe.get("name")) for group in groups]
     found = [recipe_changes(group[0].recipe) for group in groups]
@@ -305,7 +305,7 @@ def assign_cells(runs: list[ReportedRun], named: Collection[str]) -> list[Report
     return [replace(run, cell=cells.get(id(run), run.cell)) for run in runs]
 
 
-def _effective(recipe: Mapping[str, object]) -> dict[str, object]:
+def effective(recipe: Mapping[str, object]) -> dict[str, object]:
     """Return a recipe's settings by dotted key, without name, seed and the settings `UNHASHED_TRAIN_KEYS`."""
     aside = {"seed", "name", *(f"train.{key}" for key in UNHASHED_TRAIN_KEYS)}
     return {key: value for key, value in leaves(recipe).items() if ".".join(key.split(".")[:2]) not in aside}
@@ -334,7 +334,7 @@ def recipe_changes(recipe: Mapping[str, object]) -> list[str] | None:
     settings `UNHASHED_TRAIN_KEYS`, and values resolved by the run, such as the vocabulary size, are omitted. None if no
     recipe of that name is shipped.
     """
-    ours = _effective(recipe)
+    ours = effective(recipe)
     shipped = str(resources.files("sinklab") / "recipes" / f"{recipe.get('name')}.yaml")
     try:
         theirs = leaves(load_recipe(shipped).model_dump(mode="json"))

@@ -60,7 +60,8 @@ def comparison_table(rows: Iterable[ComparedQuantity], models: Sequence[str]) ->
     note = (
         "Sink rates are percent of (sequence, layer, head) triples. Norm ratios compare position 1 with the mean of "
         "the others. Each model uses its own tokenizer. Losses per token are not compared if the vocabularies differ "
-        "or are unknown; bits per byte are comparable between tokenizers."
+        "or are unknown, or a chat template writes the text of only one model; bits per byte of the same text are "
+        "comparable between tokenizers."
     )
     return Table("Comparison of models", columns, lines, [note])
 
@@ -77,8 +78,8 @@ def difference_sentence(rows: Iterable[ComparedQuantity]) -> str:
         if "loss" in known:
             loss = known["loss"].differences.get(model)
         about = "" if gap is None else f" ({gap:+.1f} points)"
-        about += "" if loss is None else f" at {loss:+.3f} nats per token of loss"
-        parts.append(f"in {model} of {other or 0:.1f} %{about}")
+        about += " on other tokens" if loss is None else f" at {loss:+.3f} nats per token of loss"
+        parts.append(f"in {model} in {other or 0:.1f} %{about}")
     return f"In {first} the first token is a sink in {rate or 0:.1f} % of the heads, {', '.join(parts)}."
 
 

@@ -253,7 +253,7 @@ class Survey:
 def compared_rows(measured: Mapping[str, Measurement]) -> list[ComparedQuantity]:
     """Return a row for each number that at least one model has; differences are relative to the first model.
 
-    Losses per token are not subtracted if the vocabularies differ or are unknown.
+    Losses per token are subtracted only of models that read the same tokens (`same_tokens`).
     """
     rows = []
     first, *others = measured
@@ -265,13 +265,22 @@ def compared_rows(measured: Mapping[str, Measurement]) -> list[ComparedQuantity]
             continue
         differences: dict[str, float | None] = dict.fromkeys(others)
         for other in others:
-            same_tokens = measured[other].vocabulary == measured[first].vocabulary is not None
-            value, reference = values[other], values[first]
-            if value is not None and reference is not None and (unit != "nats/token" or same_tokens):
+            value, reference, same = values[other], values[first], same_tokens(measured[first], measured[other])
+            if value is not None and reference is not None and (unit != "nats/token" or same):
                 differences[other] = value - reference
         row = {"values": values, "differences": differences, "infinite": infinite}
         rows.append(ComparedQuantity(quantity=quantity, unit=unit, **row))
     return rows
+
+
+def same_tokens(one: Measurement, other: Measurement) -> bool:
+    """Return True if the vocabularies agree, and the first tokens up to a leading BOS, as without a chat template."""
+    if one.vocabulary is None or one.vocabulary != other.vocabulary:
+        return False
+    if one.fed is None or other.fed is None:
+        return True
+    a, b = one.fed.ids, other.fed.ids
+    return a == b or a[1:] == b[:-1] or a[:-1] == b[1:]
 
 
 def named_models(models: Sequence[str]) -> dict[str, str]:

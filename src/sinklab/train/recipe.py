@@ -467,7 +467,9 @@ def _explain(error: ValidationError, origin: str) -> str:
             field = reduce(lambda node, key: _field(node, key) or {}, above, recipe_schema())
             key, sections = item["loc"][-1], recipe_schema()["properties"].items()
             kinds = [kind for one in members(field) if key in one.get("properties", ()) for kind in _kinds(one)]
-            if kinds and (tag := _discriminator(field)):
+            if "." in str(key):
+                reason = f"a dotted key, as in --set; write it nested: {_nested(str(key))}"
+            elif kinds and (tag := _discriminator(field)):
                 reason += f". It is a key of {', '.join(kinds)}: set {'.'.join([*above, tag])} too"
             elif near := [f"{section}.{key}" for section, node in sections if _field(node, str(key))]:
                 reason += f". Did you mean {' or '.join(near)}?"
@@ -478,6 +480,11 @@ def _explain(error: ValidationError, origin: str) -> str:
             reason += f" (got {item['input']!r})"
         lines.append(f"  {where}: {reason}")
     return f"{origin} is not a valid recipe:\n" + "\n".join(lines)
+
+
+def _nested(key: str) -> str:
+    """Return a dotted key as a YAML mapping: `model: {gate: ..}` for model.gate."""
+    return key.replace(".", ": {") + ": .." + "}" * key.count(".")
 
 
 def _walk(path: tuple[int | str, ...]) -> tuple[list[str], Schema]:
