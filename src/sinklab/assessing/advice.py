@@ -133,7 +133,7 @@ class Advice(VersionedDocument):
             lines += [f"      {one.evidence}"] if full else []
         if self.undecided:
             lines.append(
-                f"No settings for {', '.join(self.undecided)}, which rest on undecided answers; to decide them, repeat "
+                f"No settings for {', '.join(self.undecided)}: they rest on undecided answers; to decide these, repeat "
                 "without --quick or with more --text and --sequences (and another --out)."
             )
         lines += [f"{server}:  {setting}" for server, setting in self.servers.items()]
