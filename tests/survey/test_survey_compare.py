@@ -137,7 +137,7 @@ def test_models_have_the_names_that_are_given_and_runs_have_no_hash(folder: Path
     assert list(found.outcome.measured) == ["gate", "tuned"]
     page = write_report([tmp_path / "out"]).read_text(encoding="utf-8")
     assert "<h1>Attention sinks: gate and tuned</h1>" in page
-    assert re.search(r'<p class="lead">In gate the first token is a sink in [\d.]+ % of the heads, in tuned of', page)
+    assert re.search(r'<p class="lead">In gate the first token is a sink in [\d.]+ % of the heads, in tuned in', page)
     assert page.index('id="importance-heads"') < page.index('id="comparison-layers-0"')
     with pytest.raises(InputError, match="same name"):
         compare_models([f"a={folder / 'chat'}", f"a={run}"], text, SMALL)
