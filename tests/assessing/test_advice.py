@@ -156,6 +156,16 @@ def test_a_server_is_given_only_formats_that_it_can_have_for_the_model() -> None
     assert "-ctk f16 -ctv f16 --context-shift --keep 4" in advised(made, width=80).servers["llama.cpp"]
 
 
+def test_layers_of_vllm_are_counted_from_zero_among_all_layers_of_a_hybrid_model() -> None:
+    made = with_formats("fp8")
+    made["kv_formats"]["layers"] = [
+        {**one, "name": "turboquant_3bit_nc"} for one in assessment("org/model", 0.5)["kv_formats"]["layers"]
+    ]
+    for layers, numbers in (((), "0 1"), ((4, 8), "3 7")):
+        (found,) = (one for one in advised(made, layers=layers).decisions if one.question.startswith("layers"))
+        assert (found.answer, found.evidence.endswith(f"--kv-cache-dtype-skip-layers {numbers}")) == ("1, 2", True)
+
+
 def test_commands_of_servers_name_adapters_the_revision_and_the_export_of_a_run() -> None:
     made = with_formats("fp8")
     servers = advised(made, adapters=("runs/lora",), revision="v2").servers
@@ -178,6 +188,7 @@ def test_windows_and_sink_logits_are_those_of_the_model(
     model.save_pretrained(tmp_path)
     found = Served.of(open_model(str(tmp_path), for_text=False), AS_IT_IS)
     width = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
+    assert found.layers == tuple(range(1, model.config.num_hidden_layers + 1))
     assert (found.model, found.windows, found.sink_logits, found.width) == (str(tmp_path), windows, sinks, width)
 
 

@@ -80,6 +80,7 @@ class Served:
         revision: its revision on the hub, if not the newest; `adapters`: PEFT adapters that are applied to it.
         windows: whether layers attend to a sliding window or to chunks; `sink_logits`: whether they have sink logits.
         width: numbers of a key.
+        layers: numbers of the attention layers among all layers of the model, from 1; empty if all have attention.
         before: beginning of a command that exports a run of sinklab, which servers cannot load; else empty.
     """
 
@@ -89,6 +90,7 @@ class Served:
     windows: bool = False
     sink_logits: bool = False
     width: int = BLOCK
+    layers: tuple[int, ...] = ()
     before: str = ""
 
     @classmethod
@@ -99,6 +101,7 @@ class Served:
             "windows": has_windows(opened.module.config) or any(isinstance(one.mask, Window) for one in calls),
             "sink_logits": any(one.logit_BHT is not None for one in calls),
             "width": calls[0].k_BGTD.shape[-1],
+            "layers": opened.adapter.kinds.attention,
         }
         if is_run(opened.name):
             return cls(EXPORTED, before=f"sinklab export {opened.name} {EXPORTED} && ", **facts)
@@ -203,7 +206,7 @@ def advice_of(
     if isinstance(formats := results.get("kv_formats"), KVFormats):
         for part, what in (("keys", "keys"), ("values", "values"), ("everything", "keys and values")):
             decisions.append(_format(formats, tolerance, part, f"format of {what}"))
-        decisions.append(_layers(formats, tolerance))
+        decisions.append(_layers(formats, tolerance, served))
         servers = dict(_servers(served, first, formats, tolerance))
     if isinstance(cache := results.get("kv_cache"), KVCache):
         decisions += [_heads(cache, tolerance), _prefix(cache, token_texts, tokens_NT)]
@@ -293,7 +296,7 @@ def _format(formats: KVFormats, tolerance: float, part: str, question: str) -> D
     return Decision(question, answer, f"added loss (nats per token): {shown}{more}")
 
 
-def _layers(formats: KVFormats, tolerance: float) -> Decision:
+def _layers(formats: KVFormats, tolerance: float, served: Served) -> Decision:
     """Decide which layers (1-based) must not be rounded to the format with the fewest bits."""
     question, name = "layers (from 1) not to be rounded to 3 bits", BY_LAYER[-1]
     rows = [one for one in formats.layers if one.name == name]
@@ -307,7 +310,9 @@ def _layers(formats: KVFormats, tolerance: float) -> Decision:
     answer = ", ".join(str(one.layer) for one in costly) or "none"
     evidence = f"each layer alone in {name}; costliest: {listed}"
     if costly:
-        evidence += f"; vLLM: --kv-cache-dtype-skip-layers {' '.join(str(one.layer - 1) for one in costly)}"
+        numbers = dict(enumerate(served.layers, 1))
+        skipped = " ".join(str(numbers.get(one.layer, one.layer) - 1) for one in costly)
+        evidence += f"; vLLM: --kv-cache-dtype-skip-layers {skipped}"
     return Decision(question, answer, evidence)
 
 
