@@ -12,9 +12,10 @@ Every decision compares losses on the same text with a tolerance in nats per tok
     KV heads         the same for a single KV head in 2 bits (`kv_cache`)
     activations      static int8 scales if they add at most the tolerance more than a scale per token (`quantisation`)
 
-A server is given only formats that it can have for the model (`Served`): in vLLM the TurboQuant presets need layers
-without windows and sink logits, and nvfp4 a Blackwell card (SM100), in llama.cpp the blocks of 32 numbers a width that
-32 divides; llama.cpp cannot shift the cache of layers with windows. SGLang's fp4_e2m1 is not nvfp4, so not measured.
+The settings of a server use only formats that it can run with the model (`Served`). vLLM's TurboQuant presets need
+layers without windows and sink logits, its nvfp4 a Blackwell card (SM100). llama.cpp's formats need a key width that is
+a multiple of 32, and it cannot shift the cache of layers with windows. SGLang's fp4_e2m1 has other scales than nvfp4
+and is not measured.
 
 First tokens and BOS are `undecided` where a loss that they rest on is (`judged`). Undecided formats are named and not
 chosen. The other decisions have no such check.
@@ -73,7 +74,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Served:
-    """What settings of servers depend on besides the results of an assessment.
+    """Facts about a model that decide which settings a server can run.
 
     Attributes:
         model: model that the command of a server names.
@@ -95,7 +96,7 @@ class Served:
 
     @classmethod
     def of(cls, opened: Model, loading: Loading) -> "Served":
-        """Return it for an opened model."""
+        """Return these facts about an opened model."""
         calls = [layer.call for layer in probe(opened.adapter)]
         facts: dict[str, Any] = {
             "windows": has_windows(opened.module.config) or any(isinstance(one.mask, Window) for one in calls),

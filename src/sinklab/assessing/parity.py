@@ -42,7 +42,7 @@ from sinklab.data.corpora import default_text, documents
 from sinklab.errors import InputError, SinklabError
 from sinklab.files import check_results, write_json
 from sinklab.jobs import unsaved
-from sinklab.models.families import text_config
+from sinklab.models.families import sliding_window
 from sinklab.models.hooks import evaluating, replaced_inputs
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading
 from sinklab.models.memory_budget import LOGITS_AT_ONCE
@@ -214,7 +214,7 @@ def compare_server(
     opened.adapter.check_causal()
     if not opened.adapter.has_head:
         raise InputError(f"{model} has no LM head, and so no log-probabilities: pass the model with its head")
-    window = getattr(text_config(opened.module.config), "sliding_window", None) or 0
+    window = sliding_window(opened.module.config) or 0
     said, ids = _text_of(opened, text, column, length, window)
     reader = _Reader(opened, ids, window)
     prompts = list[JudgedPrompt]()

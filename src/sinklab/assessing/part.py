@@ -324,7 +324,7 @@ SAFE, UNDECIDED, NOT_SAFE = "safe", "undecided", "not safe"
 def judged(added: float, error: float | None, tolerance: float) -> str:
     """Return "undecided" if an added loss is within two standard errors of the tolerance, else "safe" or "not safe".
 
-    It is undecided without a standard error too, as of a single block of targets.
+    An added loss without a standard error, such as that of a single block of targets, is undecided.
     """
     if error is None or abs(added - tolerance) < 2 * error:
         return UNDECIDED

@@ -415,7 +415,7 @@ def batch_tokens(tokens: Any) -> tuple[Any, Tensor | None]:
 
 
 def _of_tensor_dataset(batch: Any) -> Any:
-    """Return a batch with `input_ids` if it is a matrix of token ids, or has no other tensor; else the batch."""
+    """Return a batch that is or contains only a matrix of token ids as a mapping; other batches are unchanged."""
     ids = batch[0] if isinstance(batch, list | tuple) and len(batch) == 1 else batch
     return {"input_ids": ids} if isinstance(ids, Tensor) and ids.ndim == 2 else batch
 

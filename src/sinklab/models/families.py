@@ -181,12 +181,16 @@ def layer_kinds(config: "PretrainedConfig") -> LayerKinds:
     return LayerKinds(len(kinds), tuple(attention), tuple(carrying))
 
 
+def sliding_window(config: Any) -> int | None:
+    """Return the width of the sliding window of a Hugging Face model; None if there is none, or it is not used."""
+    text = text_config(config)
+    return getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+
+
 def has_windows(config: Any) -> bool:
     """Return True if layers of a Hugging Face model attend to a sliding window or to chunks."""
-    text = text_config(config)
-    if kinds := first_named(text, LAYER_KINDS):
-        return any(kind.startswith(("sliding", "chunked")) for kind in kinds)
-    return bool(getattr(text, "sliding_window", None)) and getattr(text, "use_sliding_window", True) is not False
+    kinds = first_named(text_config(config), LAYER_KINDS)
+    return any(one.startswith(("sliding", "chunked")) for one in kinds) if kinds else bool(sliding_window(config))
 
 
 def attention_layers(config: "PretrainedConfig") -> int:

@@ -31,7 +31,7 @@ from sinklab.attention.layer_call import LayerCall
 from sinklab.attention.masks import Dense
 from sinklab.errors import InputError
 from sinklab.models.adapter import Adapter
-from sinklab.models.families import text_config
+from sinklab.models.families import sliding_window
 from sinklab.models.hooks import CACHE, FORMER, evaluating, first_input, hooked, probed_alone
 from sinklab.models.huggingface.interface import attention_computed_by
 from sinklab.models.huggingface.pretrained_adapter import HuggingFaceAdapter
@@ -71,8 +71,7 @@ def read_pressed(adapter: Adapter, tokens_NT: Tensor, press: Press, prompt: int,
     modules = [getattr(block, "self_attn", None) for block in adapter.blocks]
     if not isinstance(adapter, HuggingFaceAdapter) or None in modules or not modules:
         raise InputError("presses need a Hugging Face model with a module `self_attn` in every block")
-    text = text_config(adapter.module.config)
-    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    window = sliding_window(adapter.module.config)
     if window and window < tokens_NT.shape[1]:
         raise InputError(f"presses need full attention, and layers have a sliding window of {window} tokens")
     with torch.random.fork_rng():
