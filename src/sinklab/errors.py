@@ -9,7 +9,8 @@ import importlib.util
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
@@ -51,6 +52,34 @@ class StoppedError(SinklabError):
     `Trainer.train` catches this error and saves a checkpoint. If it reaches the caller, the interrupted work was not
     saved, and the same command repeats it.
     """
+
+
+_ARGUMENTS = {
+    "bos": "bos=True",
+    "no-bos": "bos=False",
+    "map": "maps",
+    "cache": "caches",
+    "keep": "kept",
+    "budget": "budgets",
+}
+
+
+@contextmanager
+def named_arguments() -> Iterator[None]:
+    """Name arguments instead of options in the messages of errors, for functions that are called in Python.
+
+    "--stream-length 9" becomes "`stream_length=9`".
+    """
+
+    def argument(option: re.Match[str]) -> str:
+        name, value = option.groups()
+        return f"`{_ARGUMENTS.get(name, name.replace('-', '_'))}{f'={value}' if value else ''}`"
+
+    try:
+        yield
+    except SinklabError as error:
+        error.args = (re.sub(r"--([a-z][a-z-]*)(?: (\d[\d.]*\b|'[^']*'))?", argument, str(error)), *error.args[1:])
+        raise
 
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")

@@ -287,7 +287,7 @@ def _run(name: str, loading: Loading, step: int | None) -> Model:
     if loading.load_in is not None:
         raise InputError(f"--load-in {loading.load_in} is for models of the hub, not for runs: leave it out")
     if loading.tokenizer not in get_args(TokenizerKind):
-        raise InputError("--tokenizer PATH (in Python, tokenizer=) is for models of the hub, and a run has its own")
+        raise InputError("--tokenizer PATH is for models of the hub, and a run has its own")
     where, kind = pick_device(loading.device), pick_dtype(loading.dtype)
     run = load_run(Path(name), step)
     tokenizer, data = load_tokenizer(str(run.tokenizer_path)), run.recipe.data

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers as hf
 from tiny_models import text_file, tiny_model
+from torch.utils.data import DataLoader, TensorDataset
 
 import sinklab
 from sinklab.assessing.assess_model import assess
@@ -41,12 +42,22 @@ def test_token_ids_are_read_as_they_are_without_a_tokenizer(tmp_path: Path) -> N
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     assert found.result(KVFormats).unchanged.loss == pytest.approx(float(loss), rel=1e-5)
     assert found.result(Streaming).sequences == 4
+    batches = DataLoader(TensorDataset(tokens), batch_size=3)
+    again = sinklab.assess(model, batches, parts=["kv_formats"], quick=True)
+    assert again.result(KVFormats).unchanged.loss == found.result(KVFormats).unchanged.loss
 
 
 def test_too_few_tokens_and_two_texts_are_refused(tmp_path: Path) -> None:
     model = hf.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "model", "neox"))
     with pytest.raises(InputError, match="not both"):
         sinklab.assess(model, [[1, 2]], text="stdlib")
+    padded = {"input_ids": torch.ones(1, 24).long(), "attention_mask": torch.arange(24)[None] > 3}
+    with pytest.raises(InputError, match="padding, which is not supported"):
+        sinklab.assess(model, padded, parts=["quantisation"])
+    with pytest.raises(InputError, match=r"^`length=9999` exceeds .* set at most `length=\d+`$"):
+        sinklab.assess(model, text="stdlib", length=9999)
+    with pytest.raises(InputError, match=r"^`caches=1`: Input should be"):
+        sinklab.assess(model, text="stdlib", caches=(1,))
     with pytest.raises(InputError, match="shape"):
         sinklab.assess(model, torch.ones(1, 24).long(), parts=["quantisation"], kept=(0, 2), caches=(8,))
 

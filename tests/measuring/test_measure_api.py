@@ -184,7 +184,7 @@ def test_one_sequence_that_does_not_fit_is_an_error_with_what_to_do(model: Any) 
         raise torch.OutOfMemoryError("out of memory")
 
     model.transformer.h[0].register_forward_pre_hook(crowded)
-    with pytest.raises(SinklabError, match=r"one sequence at a time.*--length.*metric\.length of a recipe"):
+    with pytest.raises(SinklabError, match=r"one sequence at a time.*`length`.*metric\.length of a recipe"):
         sinklab.measure(model, TOKENS)
 
 

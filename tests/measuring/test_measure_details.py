@@ -250,7 +250,7 @@ def test_a_map_of_a_head_that_is_not_there_is_refused_before_anything_is_read(
 def test_a_map_of_very_long_sequences_is_refused_before_anything_is_read() -> None:
     model = _models("llama")[0]
     model.config.max_position_embeddings = 8192
-    with pytest.raises(InputError, match="use --length 4096 or less"):
+    with pytest.raises(InputError, match="use `length=4096` or less"):
         measure(model, torch.zeros(1, 5000, dtype=torch.long), maps=[(1, 1)])
 
 

@@ -91,7 +91,7 @@ def test_a_long_sequence_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_of_a_model_with_many_heads_only_those_asked_for_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explored_module, "MOST_HEADS", 4)
     model, tokens = own_model("softmax"), own_tokens()
-    with pytest.raises(InputError, match=r"at most 4 heads and the model has 8: select .* --map LAYER\.HEAD"):
+    with pytest.raises(InputError, match=r"at most 4 heads and the model has 8: select .* `maps` LAYER\.HEAD"):
         measure(model, tokens, explore=True)
     found = explored_of(model, tokens, maps=[(2, 3), (1, 1)])
     assert found.heads == [(1, 1), (2, 3)]

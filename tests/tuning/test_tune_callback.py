@@ -68,13 +68,16 @@ def test_every_evaluation_has_the_sink_that_measure_finds(tmp_path: Path) -> Non
 
 def test_callbacks_before_it_hear_the_sink_once_it_goes_first(tmp_path: Path) -> None:
     model = hf.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "model"))
-    listening, callback = Listening(), sinklab.SinkCallback(TOKENS)
+    padding = torch.ones_like(TOKENS)
+    padding[0, :3] = 0
+    listening, callback = Listening(), sinklab.SinkCallback({"input_ids": TOKENS, "attention_mask": padding}, eps=0.07)
     trainer = trainer_of(model, tmp_path / "out", [listening, callback])
     trainer.evaluate()
     assert "eval_sink_1" not in listening.heard[0]
     callback.goes_first(trainer)
     trainer.evaluate()
-    assert "eval_sink_1" in listening.heard[1]
+    padded = sinklab.measure(model, TOKENS, attention_mask=padding, eps=0.07)
+    assert listening.heard[1]["eval_sink_1"] == padded.sink_rate[0]
     with pytest.raises(InputError, match="does not have this SinkCallback"):
         sinklab.SinkCallback(TOKENS).goes_first(trainer)
 

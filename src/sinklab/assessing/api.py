@@ -1,6 +1,6 @@
 """`sinklab.assess`: assess a model in memory, or one by its name, on token ids or on a text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,17 @@ from sinklab.assessing.assess_model import assess as assess_opened
 from sinklab.assessing.parts.caches import PromptCache
 from sinklab.assessing.settings import TOLERANCE, AssessOptions
 from sinklab.data.textfiles import given_text
-from sinklab.errors import InputError
-from sinklab.measuring.inputs import token_matrix
+from sinklab.errors import InputError, named_arguments
+from sinklab.measuring.inputs import batch_tokens, token_matrix
 from sinklab.models.adapter import LanguageModel, unwrapped
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading
 from sinklab.opening import model_in_memory, open_model
 
 
+@named_arguments()
 def assess(
     model: "LanguageModel | str | Path",
-    tokens: Tensor | np.ndarray | Sequence[Sequence[int]] | None = None,
+    tokens: Tensor | np.ndarray | Sequence[Sequence[int]] | Mapping[str, Any] | Iterable[Any] | None = None,
     *,
     text: str | Path | Sequence[Any] | None = None,
     tokenizer: Any = None,
@@ -40,7 +41,8 @@ def assess(
     Args:
         model: a Hugging Face causal language model, or the name of a model: a run directory, a model directory, a .gguf
             file, or a name on the Hugging Face hub.
-        tokens: token ids (sequences, length), read as they are; default: a text.
+        tokens: token ids (sequences, length) or batches of them without padding, as in `sinklab.measure`; default: a
+            text.
         text: a list of documents, a text file, a folder of them, or a source such as "stdlib"; default: the validation
             text of a run, or the text that comes with sinklab.
         tokenizer: tokenizer for a text, or its path or hub name; default: that with which the model was saved.
@@ -62,6 +64,9 @@ def assess(
     with given_text(text) as path:
         source: Path | Tensor | None = path
         if tokens is not None:
+            tokens, mask_NT = batch_tokens(tokens)
+            if mask_NT is not None and not mask_NT.all():
+                raise InputError("`tokens` have padding, which is not supported: pass sequences of one length")
             source = token_matrix(tokens).cpu()
             N, T = source.shape
             options = {"length": T, "stream_length": T, "sequences": N, **options}

@@ -429,8 +429,8 @@ def texts_of_rows(
         keys = f"the keys {', '.join(map(str, first[0]))[:200]}" if isinstance(first[0], dict) else "no keys"
         raise InputError(
             f"{source} contains no text: no row has {NEEDED if column is None else repr(column)} with text; its first "
-            f"row has {keys}: name the one to read with --column NAME (in a recipe data.column, in Python column=), or "
-            "rename it to text"
+            f"row has {keys}: name the one to read with --column NAME (in a recipe data.column), or rename it to "
+            "text"
         )
 
 

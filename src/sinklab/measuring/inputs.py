@@ -168,7 +168,7 @@ def natural_text(
         name, more = (text, "use more text") if text != default_text() else ("sinklab's text", "pass yours with --text")
         raise InputError(
             f"{name} gives {found} usable sequences{needed}: {found} {usable} have {cutter.body} tokens of text"
-            f"{longest}; {less}lower --length, or {more} (in Python: sequences=, length=, text=)"
+            f"{longest}; {less}lower --length, or {more}"
         )
     return rows
 

@@ -15,7 +15,7 @@ from transformers.training_args import TrainingArguments
 
 from sinklab.attention.masks import real_tokens
 from sinklab.data.textfiles import given_text
-from sinklab.errors import InputError
+from sinklab.errors import InputError, named_arguments
 from sinklab.measuring.driver import measure as measure_tokens
 from sinklab.measuring.driver import measure_with_study
 from sinklab.measuring.inputs import batch_tokens, token_matrix
@@ -31,6 +31,7 @@ from sinklab.schema import finite_or_none
 from sinklab.survey.measure import measure_loaded
 
 
+@named_arguments()
 def measure(
     model: "LanguageModel | str | Path",
     tokens: Tensor | np.ndarray | Sequence[Sequence[int]] | Mapping[str, Any] | Iterable[Any] | None = None,
@@ -256,7 +257,7 @@ class SinkCallback(LoggingCallback):
     callbacks before those of the user; call `callback.goes_first(trainer)` so that they log the sink metrics too.
 
     Args:
-        tokens: token ids (sequences, length), as in `sinklab.measure`.
+        tokens: token ids (sequences, length) or batches of them, as in `sinklab.measure`.
         eps: threshold on alpha of the sink rate, in (0, 1).
         batch_size: sequences per forward pass; by default as many as fit in memory, but at most 16 sequences and 8,192
             tokens.
@@ -265,18 +266,19 @@ class SinkCallback(LoggingCallback):
         measurement: last measurement; None before the first evaluation.
 
     Raises:
-        InputError: if `tokens` are not rows of integers (see `token_matrix`). Other errors of `sinklab.measure` are
+        InputError: if `tokens` are not rows of integers (see `batch_tokens`). Other errors of `sinklab.measure` are
             raised at the first evaluation.
     """
 
     def __init__(
         self,
-        tokens: Tensor | np.ndarray | Sequence[Sequence[int]],
+        tokens: Tensor | np.ndarray | Sequence[Sequence[int]] | Mapping[str, Any] | Iterable[Any],
         *,
         eps: float = 0.3,
         batch_size: int | None = None,
     ) -> None:
-        self._tokens_NT = token_matrix(tokens)
+        rows, self._attention_mask_NT = batch_tokens(tokens)
+        self._tokens_NT = token_matrix(rows)
         self._eps, self._batch_size = eps, batch_size
         self.measurement: Measurement | None = None
 
@@ -295,7 +297,14 @@ class SinkCallback(LoggingCallback):
         """
         if logs is None or not any(name.startswith(EVAL_PREFIX) for name in logs):
             return
-        self.measurement = measure(model, self._tokens_NT, eps=self._eps, batch_size=self._batch_size, loss=False)
+        self.measurement = measure(
+            model,
+            self._tokens_NT,
+            attention_mask=self._attention_mask_NT,
+            eps=self._eps,
+            batch_size=self._batch_size,
+            loss=False,
+        )
         found = sink_numbers(self.measurement)
         logs.update(found)
         if state.log_history:

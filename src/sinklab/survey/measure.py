@@ -159,9 +159,7 @@ def read_tokens(model: Model, text: Path | None, request: Request) -> ReadTokens
     check_length(request.length, model.adapter.limit)
     before = model.encoder().forced_prefix if request.bos else model.special if request.begins_like_text else ()
     if request.bos and not before:
-        raise InputError(
-            f"--bos (bos=True): {model.name} has no BOS, neither in its tokenizer nor in its config: leave it out"
-        )
+        raise InputError(f"--bos: {model.name} has no BOS, neither in its tokenizer nor in its config: leave it out")
     if draw := {"random": inputs.random_tokens, "repeat": inputs.repeated_tokens}.get(request.options.inputs):
         if request.length <= len(before):
             raise InputError(f"a length of {request.length} leaves no room after BOS: use {len(before) + 1} or more")

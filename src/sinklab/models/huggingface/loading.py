@@ -561,7 +561,7 @@ def _with_tokenizer(source: _Source, subfolder: str | None) -> _Source:
     above = "" if len(places) == 1 else f", nor has {places[1]}"
     raise InputError(
         f"{source.name} has no tokenizer{above}: put the tokenizer files (such as tokenizer.json) next to the weights, "
-        "or pass --tokenizer PATH (in Python, tokenizer=)"
+        "or pass --tokenizer PATH"
     )
 
 
