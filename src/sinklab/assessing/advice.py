@@ -392,11 +392,11 @@ def _servers(served: Served, first: str, formats: KVFormats, tolerance: float) -
     keys, unclear_keys = chosen("keys", "f16", **kinds)
     values, unclear_values = chosen("values", "f16", **kinds)
     unclear = [*(f"keys {name}" for name in unclear_keys), *(f"values {name}" for name in unclear_values)]
-    keep, more = "", []
+    keep, more = "", [] if kinds else [f"q8_0 and q4_0 need a head width that is a multiple of {BLOCK}"]
     if served.windows:
-        more = ["the cache of layers with windows cannot be shifted"]
+        more.append("the cache of layers with windows cannot be shifted")
     elif first == UNDECIDED:
-        more = ["undecided: --context-shift --keep N"]
+        more.append("undecided: --context-shift --keep N")
     elif first.strip("0"):
         keep = f" --context-shift --keep {first}"
     file = served.model if served.model.endswith(".gguf") else "MODEL.gguf"
