@@ -183,6 +183,17 @@ class WithArrays(Part):
         found = {self.prefix + name: getattr(self, name) for name, _ in self.array_axes()}
         return {name: array for name, array in found.items() if array is not None}
 
+    def __eq__(self, other: object) -> bool:
+        """Return whether all fields and arrays are equal; NaN equals NaN."""
+        if not isinstance(other, type(self)):
+            return NotImplemented
+        names, mine, theirs = dict(self.array_axes()), self.arrays(), other.arrays()
+        return (
+            mine.keys() == theirs.keys()
+            and all(np.array_equal(array, theirs[name], equal_nan=True) for name, array in mine.items())
+            and all(getattr(self, name) == getattr(other, name) for name in type(self).model_fields if name not in names)
+        )
+
     def check_arrays(self, **sizes: int) -> None:
         """Check that the shapes of the arrays agree and their values are valid.
 
