@@ -1,4 +1,4 @@
-"""Combinations that mean nothing are refused with the reason; neutral values are the baseline."""
+"""Meaningless combinations are refused with the reason; neutral values give the baseline."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_means_nothing_is_refused_with_the_reason(case: str) -> None:
+def test_meaningless_combinations_are_refused_with_the_reason(case: str) -> None:
     values, reason = REFUSED[case]
     with pytest.raises(ValidationError, match=reason):
         AttentionConfig.model_validate(values)
@@ -70,7 +70,7 @@ def test_what_means_nothing_is_refused_with_the_reason(case: str) -> None:
         ({"backend": "sdpa"}, 8, True, "cannot add a position"),
     ],
 )
-def test_what_does_not_fit_the_model_is_refused_with_the_reason(
+def test_attention_that_does_not_fit_the_model_is_refused_with_the_reason(
     values: dict[str, Any], head_width: int, on_scores: bool, reason: str
 ) -> None:
     config = AttentionConfig.model_validate(values)
@@ -154,6 +154,6 @@ def test_fixed_values_have_the_direction_and_norm_of_table_5(bias: str, expected
     torch.testing.assert_close(value, torch.tensor([expected] * 4, dtype=torch.float64))
 
 
-def test_positions_on_scores_go_with_every_operation_on_logits() -> None:
+def test_positions_on_scores_are_accepted_for_differential_attention_and_not_for_kernels() -> None:
     assert legal("differential", "kv_biases", "window", 3.0, "table")
     assert not legal("identity", "kv_biases", "window", None, "table")

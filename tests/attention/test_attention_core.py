@@ -72,7 +72,7 @@ def test_any_legal_combination_equals_its_formula(
 
 
 @pytest.mark.parametrize("operation", one_in(3, OPERATIONS))
-def test_gradcheck_passes(operation: str) -> None:
+def test_gradients_of_the_operations_pass_gradcheck(operation: str) -> None:
     bias = "kv_biases" if legal(operation, "kv_biases", "causal", None, "none") else "none"
     core = core_of(config_of(operation, bias, "causal", backend="chunked"))
     q, k, v = (x[:1, :, :3].detach().requires_grad_() for x in qkv(3, core=core))
@@ -108,12 +108,12 @@ def test_scores_are_computed_twice_only_for_a_normaliser_or_a_second_softmax(
     assert len(calls) == (0 if otherwise else 1 + twice)
 
 
-def test_every_operation_is_held_against_a_formula() -> None:
+def test_every_operation_of_the_config_is_compared_with_a_formula() -> None:
     kinds = {kind.model_fields["kind"].default for kind in kinds_of("operation")}
     assert kinds == {values["kind"] for values in OPERATIONS.values()}
 
 
-def test_formulas_share_no_code_with_what_they_are_held_against() -> None:
+def test_the_reference_formulas_import_nothing_from_sinklab() -> None:
     for module in (independent_core, independent_attention):
         tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
         froms = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
@@ -122,7 +122,7 @@ def test_formulas_share_no_code_with_what_they_are_held_against() -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_document_is_attended_to_as_if_it_stood_alone(operation: str) -> None:
+def test_a_document_among_others_has_the_output_of_the_document_alone(operation: str) -> None:
     core = core_of(config_of(operation, "none", "document"))
     alone = core_of(config_of(operation, "none", "causal"))
     q, k, v = (x.detach() for x in qkv(core=core))
@@ -139,7 +139,7 @@ def test_masks_are_equal_if_they_have_the_same_tensor(mask_of: Callable[[Tensor]
     assert mask_of(tensor) != mask_of(tensor.clone())
 
 
-def test_the_document_mask_asks_for_the_documents() -> None:
+def test_the_document_mask_is_refused_without_document_numbers() -> None:
     with pytest.raises(ValueError, match="pass documents_BL"):
         core_of(config_of("softmax", "none", "document"))(*qkv())
 
@@ -163,7 +163,7 @@ def test_importance_of_the_first_key_counts_its_own_query() -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_proxy_is_announced_where_scores_do_not_sum_to_one(operation: str) -> None:
+def test_proxy_is_set_exactly_if_scores_do_not_sum_to_one(operation: str) -> None:
     core = core_of(config_of(operation, "none", "causal"))
     sums_BHT = formula(core, *qkv(core=core), *arguments(core))[1].sum(-1)
     assert core.proxy == bool((sums_BHT - 1).abs().max() > 1e-9)

@@ -44,7 +44,7 @@ class Published(torch.autograd.Function):
 
 
 def shares(core: AttentionCore, q: Tensor, k: Tensor) -> Tensor:
-    """A (B, H, T, T), from the outputs of values that name their positions."""
+    """A (B, H, T, T), from the outputs for one-hot values."""
     names = torch.eye(k.shape[2], dtype=k.dtype).expand(len(k), k.shape[1], -1, -1)
     return core(q, k, names)
 

@@ -1,4 +1,4 @@
-"""The score and mask closures mean the same to FlexAttention; on CUDA the compiled kernel trains with them."""
+"""FlexAttention computes the score and mask closures as eager attention does; on CUDA its kernel trains with them."""
 
 import itertools
 

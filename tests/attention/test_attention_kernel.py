@@ -1,5 +1,5 @@
-"""Every score function against Inductor's own check of FlexAttention's backward pass, which needs no card; and the form
-that the kernel is given is the same function, in value and gradient.
+"""Every score function passes Inductor's check of FlexAttention's backward pass, which needs no GPU; and the form that
+the kernel is given is the same function, in value and gradient.
 """
 
 import itertools
@@ -100,7 +100,7 @@ B, H, T = 2, SIZES["heads"], SIZES["context"]
         ("forgetting_prefix", {(B, T, H)}),
         ("scalable_softmax", set()),
         ("scalable_softmax_offset", set()),
-        ("scalable_capped", {(B, H, T)}),  # the factor multiplies what the cap has made
+        ("scalable_capped", {(B, H, T)}),  # the factor multiplies the output of the softcap
         ("sigmoid_shift_learned", {(H, T)}),
         ("sigmoid_shifted_by_row", set()),
         ("position_t5", {(COPIES, 129, H)}),
@@ -109,7 +109,7 @@ B, H, T = 2, SIZES["heads"], SIZES["context"]
         ("entmax15", {(B, H, T)}),
     ],
 )
-def test_what_a_row_has_in_common_is_not_scattered_where_it_can_be_taken_out(
+def test_terms_shared_by_a_row_are_moved_out_of_the_kernel_where_possible(
     name: str, shapes: set[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scores = kernel_scores(name, monkeypatch)
@@ -117,7 +117,7 @@ def test_what_a_row_has_in_common_is_not_scattered_where_it_can_be_taken_out(
     assert name.startswith("scalable_softmax") or scores, "the variant does not reach the kernel"
 
 
-def test_two_reads_of_one_tensor_are_found() -> None:
+def test_a_score_function_that_reads_one_tensor_twice_fails_the_check() -> None:
     table = torch.zeros(T, requires_grad=True)
     with pytest.raises(NotImplementedError, match="multiple indexing operations on the same tensor"):
         scattered(Score(lambda z, b, h, q, k, table_T: z + table_T[q] - table_T[k], (table,)))

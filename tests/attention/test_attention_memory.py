@@ -1,4 +1,4 @@
-"""Nothing of size T x T: peak memory over the inputs, measured in a process of its own.
+"""Attention allocates nothing of size T x T: peak memory over the inputs, measured in a process of its own.
 
 Every operation at T = 8192 against 2048 is a sweep of minutes (`slow`); one at T = 2048 is in the fast tests.
 """
@@ -70,7 +70,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def peaks(config: dict[str, Any], tokens: int, *, importance: bool = True) -> dict[str, float]:
-    """Megabytes over what was held before: of the forward pass, of the backward pass, of importance."""
+    """Peak megabytes of the forward pass, the backward pass and importance, each above those in use before it."""
     arguments = [json.dumps(config), str(tokens), *([] if importance else ["without importance"])]
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT, *arguments],

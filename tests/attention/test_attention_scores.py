@@ -56,7 +56,7 @@ def test_scalable_softmax_counts_the_keys_that_a_query_sees(others: dict[str, ob
     assert found[0].tolist() == [expected]
 
 
-def test_scalable_softmax_starts_as_its_recipe_says() -> None:
+def test_scalable_softmax_starts_with_scale_0_168_and_the_offset_of_its_config() -> None:
     learned = AttentionConfig.model_validate({"operation": {"kind": "scalable_softmax", "offset": 0.7}})
     parameters = dict(AttentionCore(learned, H, 8).named_parameters())
     assert parameters["learned.scale"].tolist() == pytest.approx([0.168] * H)
@@ -90,7 +90,7 @@ def test_a_shift_of_minus_log_context_needs_the_context() -> None:
         AttentionCore(config, 2, 8)
 
 
-def test_a_run_from_before_sigmoid_had_a_shift_is_the_same_run() -> None:
+def test_the_hash_of_a_recipe_without_a_shift_is_that_of_earlier_versions() -> None:
     plain = load_recipe("tiny-128", ["model.attention.operation=sigmoid"])
     assert plain.content_hash("d") == "fcdcc00b64d5c090"
     assert load_recipe("tiny-128", [SHIFT.format("none")]).content_hash("d") == plain.content_hash("d")
@@ -127,6 +127,6 @@ def test_open_forget_gates_are_softmax() -> None:
     assert_close(forgetting(*qkv(), None, torch.zeros_like(log_kept())), plain(*qkv()), 1e-12)
 
 
-def test_forgetting_asks_for_its_gates() -> None:
+def test_forgetting_without_gates_is_refused() -> None:
     with pytest.raises(AssertionError, match="requires gates"):
         core_with({"kind": "forgetting"})(*qkv())

@@ -49,7 +49,7 @@ def test_shares_and_rest_are_those_of_the_published_code(backend: str, monkeypat
     assert_close(core(q, k, v), shares @ v.repeat_interleave(2, 1), 1e-11)
 
 
-def test_the_rest_carries_what_the_recipe_says() -> None:
+def test_the_rest_multiplies_the_value_that_the_config_selects() -> None:
     q, k, v = (x.detach() for x in qkv())
     dropped, own, learned = (core_of(config_of(name, "none", "causal")) for name in RESTS)
     rest = published(q, k)[1][..., None]
@@ -65,12 +65,12 @@ def test_the_vector_of_the_rest_starts_at_zero() -> None:
 
 @pytest.mark.parametrize("operation", RESTS)
 @pytest.mark.parametrize(("position", "mask"), [("slopes", "document"), ("table", "window"), ("table", "prefix")])
-def test_it_equals_its_formula_with_every_position_under_every_mask(operation: str, position: str, mask: str) -> None:
+def test_stick_breaking_equals_its_formula_with_positions_and_masks(operation: str, position: str, mask: str) -> None:
     assert_core_equals_formula(core_of(config_of(operation, "none", mask, softcap=3.0), position))
     assert_core_equals_formula(core_of(config_of(operation, "v_biases", mask), position))
 
 
-def test_the_first_token_has_no_key_and_all_of_it_is_rest() -> None:
+def test_the_first_query_has_no_key_and_all_of_its_attention_is_rest() -> None:
     core = core_of(config_of("stick_breaking", "none", "causal"))
     q, k, v = (x.detach() for x in qkv())
     assert (core(q, k, v)[:, :, 0] == 0).all()
@@ -81,7 +81,7 @@ def test_the_first_token_has_no_key_and_all_of_it_is_rest() -> None:
     assert_close(found.bias_BH, rest.mean(-1), 1e-12)
 
 
-def test_with_a_sink_token_its_share_and_the_rest_are_what_goes_to_no_token() -> None:
+def test_the_bias_share_with_a_sink_token_is_its_share_plus_the_rest() -> None:
     core = core_of(config_of("stick_breaking", "sink_token", "causal"))
     q, k, _ = (x.detach() for x in qkv())
     shares, rest = published(q, k)

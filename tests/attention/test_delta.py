@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks is the rule position by position, and what it keeps is linear in the length."""
+"""The gated delta rule in chunks equals the rule position by position, and its memory is linear in the length."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def state() -> Tensor:
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 150])
 @pytest.mark.parametrize("continued", [False, True])
 @pytest.mark.parametrize("channels", [False, True])
-def test_chunks_give_what_single_steps_give_in_value_and_gradient(length: int, continued: bool, channels: bool) -> None:
+def test_chunks_equal_single_steps_in_value_and_gradient(length: int, continued: bool, channels: bool) -> None:
     given = [*inputs(length, channels=channels), *([state()] if continued else [])]
     weights = torch.randn(B, H, length, V, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     outcomes = []
@@ -42,7 +42,7 @@ def test_chunks_give_what_single_steps_give_in_value_and_gradient(length: int, c
         assert_close(ours, expected, 1e-11)
 
 
-def test_a_sequence_in_pieces_is_the_sequence() -> None:
+def test_a_sequence_in_pieces_has_the_output_and_state_of_the_whole_sequence() -> None:
     given = inputs(130)
     whole, last = gated_delta(*given)
     before, outs = None, []
@@ -83,7 +83,7 @@ def test_a_channel_that_forgets_at_once_does_not_overflow() -> None:
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), given))
 
 
-def test_channels_of_one_decay_are_a_head_of_it() -> None:
+def test_equal_decays_of_all_channels_equal_one_decay_of_the_head() -> None:
     q, k, v, decay, rate = inputs(70)
     alike, _ = gated_delta(q, k, v, decay[..., None].expand(-1, -1, -1, D), rate)
     assert_close(alike, gated_delta(q, k, v, decay, rate)[0], 1e-12)
@@ -105,5 +105,5 @@ def kept(length: int, channels: bool) -> int:
 
 
 @pytest.mark.parametrize("channels", [False, True])
-def test_what_is_kept_is_linear_in_the_length(channels: bool) -> None:
+def test_memory_kept_for_the_gradient_is_linear_in_the_length(channels: bool) -> None:
     assert kept(2048, channels) < 2.1 * kept(1024, channels)

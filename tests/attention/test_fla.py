@@ -1,4 +1,4 @@
-"""Kernels of flash-linear-attention: the numbers of our own code, and only for calls that they support."""
+"""Kernels of flash-linear-attention give the results of our own code, and are used only for supported calls."""
 
 import itertools
 import json

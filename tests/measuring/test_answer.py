@@ -22,7 +22,7 @@ LONG = 40
 
 
 def measured(**changes: Any) -> Measurement:
-    """A measurement in which nothing is a sink, but for the changes."""
+    """A measurement without sinks, with these fields changed."""
     made = made_measurement(bias="sink_rate_bias" in changes, length=LONG)
     nothing: dict[str, Any] = {"sink_rate": [0.0] * LONG, "importance": np.zeros_like(made.importance)}
     return made.model_copy(update=nothing | changes)
@@ -42,7 +42,7 @@ def test_the_answer_of_a_real_model_names_its_layers_and_its_massive_activation(
     assert beside.endswith("; secondary sinks in 11 % of heads.")
 
 
-def test_the_answer_on_one_token_repeated_is_the_proposition() -> None:
+def test_the_answer_for_a_repeated_token_is_no_sink_and_that_proposition_4_holds() -> None:
     sink, beside = answer(Measurement.load(LARGE_MODEL / "repeat"))
     assert sink == "No sink (one token repeated): 0 % of heads at eps 0.3 on the first token, 0 % on position 2."
     assert beside.endswith("; proposition 4 of the paper holds.")
@@ -67,7 +67,7 @@ def test_a_sink_on_the_learned_bias_is_named_beside_the_first_token() -> None:
     )
 
 
-def test_a_sink_on_the_biases_of_some_layers_is_one_too() -> None:
+def test_a_sink_on_biases_that_only_some_layers_have_is_reported() -> None:
     bias = {"bias": {"kind": "sink_logit"}}
     config = {**SIZES, "layers": 3, "attention": bias, "pattern": {"every": 3, "bias": {"kind": "none"}}}
     model = Transformer(ModelConfig.model_validate(config))
@@ -81,13 +81,13 @@ def test_a_sink_on_the_biases_of_some_layers_is_one_too() -> None:
     )
 
 
-def test_the_rest_of_stick_breaking_is_not_called_a_bias_alone() -> None:
+def test_the_answer_for_stick_breaking_names_its_rest() -> None:
     attention = {"operation": {"kind": "stick_breaking"}}
     model = Transformer(ModelConfig.model_validate({**SIZES, "layers": 1, "attention": attention}))
     assert "on the bias, sink logit or stick-breaking's rest" in answer(measure(model, own_tokens()))[0]
 
 
-def test_without_a_layer_of_sinks_the_one_with_most_heads_is_named_with_their_number() -> None:
+def test_the_layer_with_most_sink_heads_is_named_if_no_layer_has_a_majority_of_them() -> None:
     importance = np.zeros((3, 4, LONG))
     importance[1, 2, 0] = 0.4
     assert answer(measured(sink_rate=rates(at_1=6.0), importance=importance))[0] == (
@@ -95,7 +95,7 @@ def test_without_a_layer_of_sinks_the_one_with_most_heads_is_named_with_their_nu
     )
 
 
-def test_a_sink_on_a_later_position_is_not_taken_for_none() -> None:
+def test_a_sink_on_a_later_position_is_reported_with_its_position() -> None:
     first = answer(measured(sink_rate=rates(at_3=45.0)))[0]
     assert first == "Moderate sink on position 3: 45 % of heads at eps 0.3; 0 % on BOS."
 
@@ -109,7 +109,7 @@ def test_under_windows_the_rate_is_that_of_the_queries_that_see_the_position() -
     )
 
 
-def test_what_was_not_measured_is_said_to_be_so() -> None:
+def test_the_answer_says_which_quantities_were_not_measured() -> None:
     assert answer(measured())[1] == (
         "Massive activations were not measured; secondary sinks were not measured (--details)."
     )
@@ -128,7 +128,7 @@ def test_native_variants_have_an_answer(variant: str) -> None:
     assert beside.startswith("No massive activation (at most ")
 
 
-def test_sequences_in_which_uniform_attention_passes_the_threshold_decide_nothing() -> None:
+def test_sequences_so_short_that_uniform_attention_passes_the_threshold_are_called_too_short() -> None:
     short = made_measurement(length=8)
     assert answer(short)[0] == (
         "Sequences of 8 tokens are too short to detect a sink: uniform attention to the first token is already 0.34, "
@@ -145,7 +145,7 @@ def test_a_batch_of_mixed_lengths_has_no_sink_where_its_short_sequences_end() ->
     mask[3:, 3:] = 0
     found = measure(model, tokens, attention_mask=mask)
     assert found.sequence_lengths == [40, 40, 40, 3]
-    assert max(found.sink_rate[1:]) > 10  # the last token of three has a third of their attention
+    assert max(found.sink_rate[1:]) > 10  # the last of three tokens gets a third of the attention of its only query
     assert "position" not in answer(found)[0]
     assert "on the first token" in answer(found)[0]
     assert measure(model, tokens).sequence_lengths is None

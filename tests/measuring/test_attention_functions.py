@@ -1,5 +1,5 @@
 """Attention functions of users: those that compute softmax attention are measured, all others are refused by name, and
-a probe leaves every forward pass as it is."""
+a probe changes no forward pass."""
 
 import copy
 import functools
@@ -209,7 +209,7 @@ def test_other_attention_is_refused_by_name_and_layer(name: str) -> None:
 
 
 @torch.no_grad()
-def test_a_function_under_a_name_of_transformers_is_not_theirs() -> None:
+def test_a_user_function_registered_under_a_name_of_transformers_is_detected() -> None:
     model = llama()
     assert foreign_attention(model) is None
     registered(written_out(shifted), None, "sdpa")
@@ -254,7 +254,7 @@ def probed(model: Any) -> None:
 
 
 @torch.no_grad()
-def test_a_window_that_shows_only_in_longer_sequences_is_found_when_they_come() -> None:
+def test_an_undeclared_window_is_refused_at_the_first_sequence_longer_than_it() -> None:
     model, _ = with_function(written_out(windowed))
     with sinklab.probe(model) as watch:
         model(TOKENS[:, 1:5])
@@ -266,7 +266,7 @@ def test_a_window_that_shows_only_in_longer_sequences_is_found_when_they_come() 
 
 
 @torch.no_grad()
-def test_a_mask_that_the_function_ignores_is_a_refusal() -> None:
+def test_a_function_that_ignores_the_padding_mask_is_refused() -> None:
     model, _ = with_function(ignoring_the_mask, sdpa_mask)
     mask = torch.ones_like(TOKENS)
     mask[0, :3] = 0
@@ -313,7 +313,7 @@ def test_training_under_a_probe_gives_the_same_weights_bit_for_bit(implementatio
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_a_temperature_that_is_learned_is_refused_in_the_step_in_which_it_differs() -> None:
+def test_a_learned_temperature_is_refused_in_the_first_step_after_it_changes() -> None:
     model, _ = with_function(written_out(with_temperature))
     for layer in model.model.layers:
         layer.self_attn.temperature = nn.Parameter(torch.ones(()))
@@ -382,7 +382,7 @@ def test_two_models_are_probed_at_once_and_the_registries_are_left_as_they_were(
 
 
 @torch.no_grad()
-def test_an_edit_inside_a_probe_ends_with_its_block() -> None:
+def test_an_edit_inside_a_probe_is_undone_when_its_context_ends() -> None:
     model = llama()
     expected = model(TOKENS).logits
     with sinklab.probe(model) as watch:
@@ -406,7 +406,9 @@ def not_causal(implementation: str) -> Any:
 
 
 @pytest.mark.parametrize("build", [bidirectional, lambda: not_causal("eager"), lambda: not_causal("sdpa")])
-def test_a_model_whose_tokens_attend_to_later_ones_is_refused_if_they_do(build: Callable[[], Any]) -> None:
+def test_a_model_with_a_non_causal_config_is_refused_exactly_if_it_attends_to_later_tokens(
+    build: Callable[[], Any],
+) -> None:
     model = build()
     later = TOKENS[:1].clone()
     later[0, -1] = (later[0, -1] + 1) % 64

@@ -1,4 +1,4 @@
-"""Chat templates are programs of others: whatever they do, a sentence comes of it, and nothing hangs."""
+"""Chat templates are third-party programs: one that fails, hangs or uses too much memory ends with a message."""
 
 import subprocess
 import sys
@@ -59,7 +59,7 @@ def test_a_conversation_is_written_as_transformers_writes_it(tokenizer, template
 
 
 @pytest.mark.parametrize("template", FAILING)
-def test_a_template_that_fails_is_named_with_what_it_did(tokenizer, template: str) -> None:
+def test_a_template_that_fails_is_refused_with_the_line_and_its_exception(tokenizer, template: str) -> None:
     with pytest.raises(InputError) as refused:
         rendered(tokenizer, template)
     assert f"line 7: the chat template cannot render this conversation ({FAILING[template].lstrip('(')}" in str(
@@ -68,7 +68,7 @@ def test_a_template_that_fails_is_named_with_what_it_did(tokenizer, template: st
     assert rendered(tokenizer, MODEST) == "a" * 100
 
 
-def test_a_template_that_does_not_end_is_ended(tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_template_is_stopped_at_the_time_limit(tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendering, "SECONDS", 0.5)
     with pytest.raises(InputError, match=r"line 7: .*did not end within 0.5 seconds of processor time"):
         rendered(tokenizer, ENDLESS)
@@ -76,7 +76,7 @@ def test_a_template_that_does_not_end_is_ended(tokenizer, monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not hold a process to a limit of memory")
-def test_a_template_that_asks_for_all_memory_does_not_get_it(tokenizer) -> None:
+def test_a_template_that_exceeds_the_memory_limit_is_refused(tokenizer) -> None:
     with pytest.raises(InputError, match=r"line 7: .*needs more than 2 GiB of memory"):
         rendered(tokenizer, "{{ 'a' * 10 ** 11 }}")
     assert rendered(tokenizer, MODEST) == "a" * 100
@@ -97,7 +97,7 @@ def test_threads_may_render_at_the_same_time(folder: Path) -> None:
     assert found == {number: [f"{number}"] * 20 for number in range(4)}
 
 
-def test_an_interruption_leaves_no_answer_for_the_next_conversation(tokenizer, monkeypatch) -> None:
+def test_a_conversation_after_an_interruption_gets_its_own_rendering(tokenizer, monkeypatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -118,13 +118,15 @@ def test_the_process_that_renders_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def test_a_tuning_names_the_template_that_fails(tokenizer) -> None:
+def test_fine_tuning_refuses_a_template_that_fails_with_the_line(tokenizer) -> None:
     with pytest.raises(InputError, match=r"line 7: .*ZeroDivisionError.*--chat-template FILE"):
         ChatTemplate(tokenizer, "{{ 1 // 0 }}").tokenize(TALK, "chats.jsonl, line 7")
 
 
 @pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{{ raise_exception('no system role') }}"])
-def test_commands_end_with_a_sentence_and_compare_names_the_model(run: Run, tmp_path: Path, template: str) -> None:
+def test_commands_end_with_status_2_for_a_failing_template_and_compare_names_the_model(
+    run: Run, tmp_path: Path, template: str
+) -> None:
     good = tiny_model(tmp_path / "good", template=TEMPLATE)
     bad, chats = tiny_model(tmp_path / "bad", seed=1, template=template), chat_file(tmp_path / "chats.jsonl")
     small = ("--sequences", 2, "--length", 12)

@@ -81,7 +81,7 @@ def test_spaces_after_special_tokens_are_those_of_a_tokenizer_json_of_llama_2(tm
     assert fed(model, chats_of(tmp_path / "chats.jsonl", talks)) == [one.ids[:LENGTH] for one in expected]
 
 
-def test_output_of_a_chat_template_saved_as_text_is_fed_as_it_is(tmp_path: Path) -> None:
+def test_rendered_conversations_saved_as_text_have_the_ids_of_the_conversations(tmp_path: Path) -> None:
     bos, template = TEMPLATES["llama-3"]  # llama-cpp-python 1501, vllm 27517: two BOS
     folder = llama(tmp_path / "model", template_tokenizer(backend("byte-level"), bos, template, prepends=True))
     model, talks, text = open_model(str(folder)), conversations(), tmp_path / "rendered.jsonl"
@@ -92,7 +92,7 @@ def test_output_of_a_chat_template_saved_as_text_is_fed_as_it_is(tmp_path: Path)
     assert note.startswith("3 of 3 sequences begin with <|begin_of_text|> in the text itself")
 
 
-def test_conversations_are_assessed_as_they_follow_each_other(tmp_path: Path) -> None:
+def test_conversations_to_assess_are_joined_in_order_and_cut_into_rows_that_begin_with_bos(tmp_path: Path) -> None:
     bos, template = TEMPLATES["llama-3"]
     model = open_model(str(llama(tmp_path / "model", template_tokenizer(backend("metaspace"), bos, template))))
     talks = conversations()

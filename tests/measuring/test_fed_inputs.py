@@ -1,4 +1,4 @@
-"""Texts and tokenizers as people have them reach the model as its own library would feed them.
+"""Texts, conversations and tokenizer files in their usual forms give the token ids of the model's own library.
 
 The models are TinyStories-656K with one file changed.
 """

@@ -42,14 +42,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("given", [nn.Linear(3, 4), None, [1, 2]])
-def test_what_is_no_model_is_named(given: Any) -> None:
+def test_objects_that_are_not_models_are_refused_with_their_type(given: Any) -> None:
     with pytest.raises(InputError, match=r"^the model is of type.*AutoModelForCausalLM"):
         sinklab.measure(given, TOKENS)
     with pytest.raises(InputError, match=r"^the model is of type"), sinklab.probe(given):
         pass
 
 
-def test_a_probe_takes_no_name_of_a_model() -> None:
+def test_a_probe_refuses_the_name_of_a_model() -> None:
     with pytest.raises(InputError, match="the model is a string"), sinklab.probe("gpt2"):  # pyrefly: ignore[bad-argument-type]
         pass
 
@@ -68,7 +68,7 @@ def test_a_probe_takes_no_name_of_a_model() -> None:
         (TOKENS[None], "neither empty"),
     ],
 )
-def test_what_are_no_tokens_is_named(model: Any, tokens: Any, says: str) -> None:
+def test_invalid_tokens_are_refused_with_their_type(model: Any, tokens: Any, says: str) -> None:
     with pytest.raises(InputError, match=says):
         sinklab.measure(model, tokens)
 
@@ -89,7 +89,7 @@ def test_what_are_no_tokens_is_named(model: Any, tokens: Any, says: str) -> None
         ({"ablate": "zero_massive"}, "`ablate='zero_massive'`"),
     ],
 )
-def test_options_that_cannot_be_meant_are_named_before_the_model_is_called(
+def test_invalid_options_are_refused_by_name_before_the_model_is_called(
     model: Any, options: dict[str, Any], says: str
 ) -> None:
     called: list[Any] = []
@@ -99,7 +99,7 @@ def test_options_that_cannot_be_meant_are_named_before_the_model_is_called(
     assert not called
 
 
-def test_numbers_of_numpy_and_torch_are_numbers(model: Any) -> None:
+def test_options_may_be_numbers_of_numpy_and_torch(model: Any) -> None:
     found = sinklab.measure(model, TOKENS, eps=np.float64(0.25), batch_size=np.int64(4))  # type: ignore[arg-type]
     assert found.sink_rate == sinklab.measure(model, TOKENS, eps=0.25).sink_rate
     assert sinklab.measure(model, TOKENS, eps=np.array([0.25, 0.5])).sink_rates is not None  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def test_numbers_of_numpy_and_torch_are_numbers(model: Any) -> None:
         assert list(sinklab.measure(model, TOKENS, lengths=lengths).sink_rate_by_length or ()) == ["3"]  # type: ignore[arg-type]
 
 
-def test_tokens_may_be_an_array_and_of_any_whole_type(model: Any) -> None:
+def test_tokens_may_be_an_array_and_of_any_integer_type(model: Any) -> None:
     expected = sinklab.measure(model, TOKENS).loss
     for tokens in (TOKENS.numpy(), TOKENS.numpy().astype(np.uint16), TOKENS.int(), TOKENS.to(torch.uint8)):
         assert sinklab.measure(model, tokens).loss == expected
@@ -143,7 +143,7 @@ def test_threads_that_measure_one_model_take_turns(model: Any) -> None:
     assert not model._forward_hooks
 
 
-def test_a_second_thread_does_not_probe_what_another_probes(model: Any) -> None:
+def test_a_second_thread_cannot_probe_a_model_that_another_thread_probes(model: Any) -> None:
     def probed() -> None:
         with sinklab.probe(model):
             model(TOKENS)
@@ -232,7 +232,9 @@ def test_a_damaged_file_in_a_run_is_named(tmp_path: Path, name: str, content: by
 
 
 @pytest.mark.parametrize("row", [DEEP, "1" * 9000, "\x01"])
-def test_a_row_that_is_no_document_is_named(run: Callable[..., tuple[int, str, str]], folder: Path, row: str) -> None:
+def test_an_invalid_row_of_a_jsonl_file_is_refused_with_its_line(
+    run: Callable[..., tuple[int, str, str]], folder: Path, row: str
+) -> None:
     Path("bad.jsonl").write_text(f'{{"text": "a b"}}\n{row}\n')
     status, _, err = run("measure", folder, "--text", "bad.jsonl")
     assert status == 2
@@ -267,7 +269,7 @@ def run(run: Run, tmp_path: Path) -> Run:
         (["--text", "text.jsonl", "--replace-position", "65", "3"], "of 64 tokens have no position"),
     ],
 )
-def test_options_that_cannot_be_meant_are_refused_before_a_model_is_loaded(
+def test_invalid_command_line_options_are_refused_before_a_model_is_loaded(
     run: Callable[..., tuple[int, str, str]], folder: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], says: str
 ) -> None:
     def load(*_: object) -> None:
@@ -283,7 +285,7 @@ def test_options_that_cannot_be_meant_are_refused_before_a_model_is_loaded(
 
 
 @pytest.mark.parametrize("name", ["no/such/model", "models/none/", "a b", "x..y", "./x", "", "a\\b", "-x", "/gpt2"])
-def test_what_cannot_be_a_name_on_the_hub_is_refused_at_once(name: str) -> None:
+def test_strings_that_cannot_be_names_on_the_hub_are_refused(name: str) -> None:
     with pytest.raises(InputError, match=r"pass a model directory, a run directory, a \.gguf file, or a name on"):
         check_name(name)
 
@@ -300,7 +302,9 @@ def test_a_comparison_looks_for_all_of_its_models_first(run: Callable[..., tuple
     assert not Path("out").exists()
 
 
-def test_the_files_of_a_folder_take_turns(run: Callable[..., tuple[int, str, str]], folder: Path) -> None:
+def test_sequences_alternate_between_the_files_of_a_folder(
+    run: Callable[..., tuple[int, str, str]], folder: Path
+) -> None:
     for name in ("a", "b", "c"):
         text_file(Path("texts") / f"{name}.jsonl", seed=ord(name))
     status, out, err = run("measure", folder, "--text", "texts", "--sequences", 6, "--length", 8, "--json")
@@ -331,7 +335,7 @@ HUGE = "99999999999999999999999"
         (["data", "prepare", "text.jsonl", "--tokenizer", "train:99999999"], "and at most 16777216"),
     ],
 )
-def test_numbers_that_no_file_could_hold_are_refused(
+def test_numbers_above_the_limit_of_their_option_are_refused(
     run: Callable[..., tuple[int, str, str]], args: list[str], says: str
 ) -> None:
     status, out, err = run(*args, *(["--out", "out"] if args[0] == "data" else []))
@@ -341,7 +345,7 @@ def test_numbers_that_no_file_could_hold_are_refused(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-def test_a_result_that_cannot_be_printed_ends_with_a_sentence() -> None:
+def test_a_result_that_cannot_be_printed_ends_with_status_1_and_a_message() -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "sinklab", "interventions", "--json"]
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -384,7 +388,7 @@ def test_one_sequence_and_loaders_of_matrices_are_measured(model: Any) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_runs_of_any_token_as_of_padding_are_noted_without_a_mask(model: Any, side: str) -> None:
+def test_repeated_tokens_at_the_ends_are_noted_as_possible_padding_if_no_mask_is_given(model: Any, side: str) -> None:
     padded = TOKENS.clone()
     padded[1, 7:] = padded[3, 10:] = 5
     padded = padded if side == "right" else padded.flip(1)
@@ -394,7 +398,7 @@ def test_runs_of_any_token_as_of_padding_are_noted_without_a_mask(model: Any, si
         assert not any("begin or end with" in note for note in sinklab.measure(model, tokens).notes)
 
 
-def test_a_file_of_weights_names_the_directory_of_its_model(
+def test_a_weights_file_is_refused_with_the_directory_to_pass(
     run: Callable[..., tuple[int, str, str]], folder: Path
 ) -> None:
     status, _, err = run("measure", folder / "model.safetensors")

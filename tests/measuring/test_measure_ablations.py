@@ -52,7 +52,7 @@ def test_the_loss_without_the_first_keys_is_that_of_eager_attention_over_the_tar
     assert hooks_on(model) == 0
 
 
-def test_without_bos_the_losses_are_over_the_targets_that_both_have() -> None:
+def test_the_losses_before_and_after_no_bos_are_over_the_same_targets() -> None:
     for model, tokens in ((pair_of("llama")[0], family_tokens()), (own_model("softmax"), own_tokens())):
         [ablation] = sinklab.measure(model, tokens, bos=True, ablate=["no_bos"]).ablations or []
         assert ablation.first_target == 3
@@ -99,12 +99,12 @@ def test_the_loss_before_an_ablation_is_measured_again_only_for_other_targets(
     assert said[-1][0] == passes * len(tokens)
 
 
-def test_a_model_that_sees_distances_only_loses_as_much_by_hiding_bos_as_by_dropping_it(stories: Measurement) -> None:
+def test_with_relative_positions_hiding_bos_changes_the_loss_as_much_as_dropping_it(stories: Measurement) -> None:
     hidden, _, dropped, _ = stories.ablations or []
     assert (hidden.loss_before, hidden.loss_after) == pytest.approx((dropped.loss_before, dropped.loss_after), rel=1e-5)
 
 
-def test_a_real_model_loses_by_each_ablation_and_its_sink_goes_with_the_first_key(stories: Measurement) -> None:
+def test_each_ablation_raises_the_loss_and_hiding_the_first_key_removes_the_sink(stories: Measurement) -> None:
     found = stories.ablations or []
     assert [one.name for one in found] == list(ABLATED)
     assert stories.sink_rate[0] > 5
@@ -116,7 +116,7 @@ def test_a_real_model_loses_by_each_ablation_and_its_sink_goes_with_the_first_ke
     assert "dimension 88 at position 1" in found[3].what
 
 
-def test_the_massive_activation_is_zeroed_where_it_first_stands_out() -> None:
+def test_the_massive_activation_is_zeroed_from_the_layer_in_which_it_first_appears() -> None:
     model, tokens = pair_of("llama")[0], family_tokens()
     with torch.no_grad():
         for block in model.model.layers:
@@ -134,7 +134,7 @@ def test_the_massive_activation_is_zeroed_where_it_first_stands_out() -> None:
     assert ablation.loss_before == sinklab.measure(model, tokens).loss != ablation.loss_after
 
 
-def test_the_massive_activation_is_set_to_its_mean_over_the_sequences_after_each_block() -> None:
+def test_mean_massive_sets_the_massive_activation_to_its_mean_over_the_sequences() -> None:
     model, tokens = pair_of("llama")[0], family_tokens()
     with torch.no_grad():
         for block in model.model.layers:
@@ -167,9 +167,9 @@ def test_a_massive_activation_that_a_later_block_writes_anew_is_zeroed_there_too
 
 
 def _massive_twice() -> Any:
-    """Both blocks write into channel 7 where channel 3 is large in the normed state, which is so of token 5 alone.
+    """Both blocks write into channel 7 if channel 3 of the normed state is large, which only first tokens have.
 
-    The first one's writing makes the norm large, so that the second writes nothing unless the first's is taken away.
+    The first write makes the norm large, so that the second block writes nothing unless the first write is removed.
     """
     model = pair_of("llama")[0]
     with torch.no_grad():
@@ -201,7 +201,7 @@ def test_an_ablation_says_where_the_sink_is_afterwards(stories: Measurement) -> 
     assert f"{hidden.sink_max_after:.1f} at {hidden.sink_max_position_after}" in text.getvalue()
 
 
-def test_a_massive_activation_on_a_learned_sink_token_is_called_that() -> None:
+def test_a_massive_activation_on_a_learned_sink_token_is_reported_there() -> None:
     model = own_model("sink token")
     [ablation] = sinklab.measure(model, own_tokens(), ablate=["zero_massive"]).ablations or []
     assert "at the learned sink token" in ablation.what
@@ -229,7 +229,7 @@ def test_an_ablation_that_had_no_effect_is_an_error(monkeypatch: pytest.MonkeyPa
         ("no_bos", "no BOS to remove"),
     ],
 )
-def test_what_cannot_be_ablated_is_refused_before_anything_is_measured(name: str, message: str) -> None:
+def test_invalid_ablations_are_refused_before_anything_is_measured(name: str, message: str) -> None:
     def progress(done: float, total: float) -> None:
         raise AssertionError(f"measured {done} of {total}")
 
@@ -255,13 +255,13 @@ def test_ablations_are_kept_and_printed(stories: Measurement, tmp_path: Path) ->
     assert "mask_first:4: the first 4 keys are hidden from later queries; targets from position 6 on" in text.getvalue()
 
 
-def test_a_measurement_without_them_has_neither() -> None:
+def test_a_measurement_has_no_ablations_or_propositions_unless_requested() -> None:
     plain = sinklab.measure(pair_of("llama")[0], family_tokens())
     assert plain.ablations is None
     assert plain.propositions is None
 
 
-def test_positions_are_swapped_for_the_measurement_which_says_so(tmp_path: Path, data_dir: Path) -> None:
+def test_positions_are_swapped_for_the_measurement_and_the_notes_say_so(tmp_path: Path, data_dir: Path) -> None:
     folder = _gpt2_with_a_tokenizer(tmp_path, data_dir)
     measured = measure_model(
         str(folder),
@@ -298,7 +298,7 @@ def _gpt2_with_a_tokenizer(folder: Path, data_dir: Path) -> Path:
     return folder / "gpt2"
 
 
-def test_a_run_directory_is_ablated_as_it_was_trained(tmp_path: Path) -> None:
+def test_a_run_directory_is_ablated_with_the_bos_of_its_training(tmp_path: Path) -> None:
     run, text = trained_run(tmp_path, {"bos": True})
     measured = measure_model(
         str(run), text, Request(sequences=5, length=12, study=Study(ablate=("no_bos", "mask_first:2")))
@@ -320,7 +320,7 @@ def test_an_ablation_without_a_loss_is_refused_before_a_model_is_loaded() -> Non
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_the_remaining_activation_has_the_position_of_its_token_behind_learned_ones(count: int) -> None:
+def test_the_position_of_the_remaining_activation_does_not_count_learned_sink_tokens(count: int) -> None:
     attention = {"bias": {"kind": "sink_token", "count": count}}
     model = Transformer(ModelConfig.model_validate({**SIZES, "layers": 2, "attention": attention}), seed=3)
 

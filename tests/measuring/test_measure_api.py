@@ -42,7 +42,7 @@ def test_a_model_whose_forward_is_wrapped_is_measured(model: Any) -> None:  # as
     np.testing.assert_array_equal(found.importance_first, expected.importance_first)
 
 
-def test_measure_still_holds_its_modules(model: Any) -> None:
+def test_sinklab_measure_is_callable_after_an_import_from_a_submodule(model: Any) -> None:
     from sinklab.attention.importance import first_to_rest
 
     assert first_to_rest(torch.tensor([[6.0, 2.0, 4.0]])).item() == 2
@@ -54,7 +54,7 @@ def test_sequences_of_different_length_are_refused_with_what_to_do(model: Any) -
         sinklab.measure(model, [[1, 2, 3], [1, 2]])
 
 
-def test_position_1_is_bos_where_every_sequence_begins_with_the_models_own(model: Any) -> None:
+def test_bos_is_recorded_if_every_sequence_begins_with_the_bos_token_of_the_model(model: Any) -> None:
     model.config.bos_token_id = 2
     with_bos = TOKENS.clone()
     with_bos[:, 0] = 2
@@ -105,7 +105,7 @@ def test_a_rotary_model_is_not_measured_beyond_the_positions_of_its_config(rope:
     assert sinklab.measure(model, longer, attention_mask=padded).length == longest
 
 
-def test_learned_positions_end_and_ours_are_not_measured_beyond_what_they_were_trained_on(model: Any) -> None:
+def test_sequences_beyond_learned_positions_or_the_context_of_our_models_are_refused(model: Any) -> None:
     long = TOKENS.repeat(1, 6)
     with pytest.raises(InputError, match="72 tokens are beyond the model's context of 64"):
         sinklab.measure(model, long)
@@ -158,7 +158,7 @@ def test_eps_may_be_repeated_and_hold_a_list() -> None:
 
 
 @pytest.mark.parametrize("eps", [[], [0.3, 1.5], 0.0])
-def test_thresholds_that_are_no_share_are_refused(model: Any, eps: Any) -> None:
+def test_thresholds_that_are_empty_or_outside_0_to_1_are_refused(model: Any, eps: Any) -> None:
     with pytest.raises(InputError, match=r"shares? of attention"):
         sinklab.measure(model, TOKENS, eps=eps)
 

@@ -1,4 +1,4 @@
-"""Keys that stand for several tokens, and hidden states that are not one vector per token, as in DeepSeek-V4."""
+"""Keys that compress several tokens, and hidden states that are not one vector per token, as in DeepSeek-V4."""
 
 from collections.abc import Callable
 from typing import Any
@@ -131,7 +131,7 @@ def test_blocks_with_two_attention_layers_are_found() -> None:
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_keys_that_stand_for_several_tokens_are_named(use_cache: bool) -> None:
+def test_keys_that_compress_several_tokens_are_refused_with_their_layer(use_cache: bool) -> None:
     model = deepseek_v4(SLIDING, SPARSE)
     with (
         pytest.raises(
@@ -142,7 +142,7 @@ def test_keys_that_stand_for_several_tokens_are_named(use_cache: bool) -> None:
         model(TOKENS, use_cache=use_cache)
 
 
-def test_a_cache_that_was_filled_outside_is_still_called_one() -> None:
+def test_a_cache_filled_before_the_probe_is_not_reported_as_compressed_keys() -> None:
     config = hf.LlamaConfig(
         vocab_size=128, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
     )
@@ -153,7 +153,7 @@ def test_a_cache_that_was_filled_outside_is_still_called_one() -> None:
 
 
 @pytest.mark.parametrize("family", ["blt", "musicgen_decoder"])
-def test_several_stacks_of_layers_and_several_tokens_per_position_are_named(family: str) -> None:
+def test_models_with_several_stacks_or_several_tokens_per_position_are_refused(family: str) -> None:
     part = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32}
     inner = {"vocab_size": 64, "hidden_size_global": 32, **part}
     made: dict[str, Callable[[], Any]] = {

@@ -109,7 +109,7 @@ def _assert_same(one: Details, other: Details) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt-oss, sinks and window 5"])
-def test_sequences_of_different_length_are_averaged_where_they_have_something(family: str) -> None:
+def test_statistics_are_averaged_over_the_sequences_that_are_long_enough(family: str) -> None:
     model, tokens = _models(family)[0], _tokens()
     mask = torch.ones_like(tokens)
     mask[0, :5] = 0
@@ -195,7 +195,7 @@ def test_results_do_not_depend_on_the_size_of_blocks(mask: Mask, monkeypatch: py
     torch.testing.assert_close(pieces[1], whole[1])
 
 
-def test_nothing_of_it_is_in_the_files_unless_asked_for(tmp_path: Path) -> None:
+def test_details_are_not_in_the_files_unless_requested(tmp_path: Path) -> None:
     model, tokens = _models("llama")[0], _tokens()
     plain, detailed = (measure(model, tokens, details=wanted) for wanted in (False, True))
     assert plain.details is None

@@ -45,7 +45,7 @@ def test_the_shares_of_the_first_key_and_of_an_average_other_one() -> None:
 
 def test_a_head_is_dormant_for_the_later_queries_that_look_at_the_first_token_or_the_bias_most() -> None:
     rows = torch.tensor([[1.0, 0, 0, 0], [0.6, 0.4, 0, 0], [0.3, 0.3, 0.4, 0], [0.25, 0.25, 0.25, 0.25]])
-    assert float(_of_rows(rows)["dormant"]) == pytest.approx(2 / 3)  # the query that sees all alike counts, t = 1 not
+    assert float(_of_rows(rows)["dormant"]) == pytest.approx(2 / 3)  # the uniform query counts, t = 1 does not
     assert float(_of_rows(torch.zeros(4, 4))["dormant"]) == 0
     with_bias = Rows(Block(0, 4, 0, 4), rows[None, None], torch.tensor([0.0, 0, 0.5, 0])[None, None])
     assert float(layer_details([with_bias], real_tokens(torch.ones(1, 4)), None)[0]["dormant"]) == 1
@@ -75,12 +75,12 @@ def test_cosine_and_norm_product_of_two_tokens() -> None:
     torch.testing.assert_close(narrow["cosine"][0, 0], torch.tensor([1.0, math.sqrt(0.5)]))
 
 
-def test_the_share_of_a_bias_belongs_to_the_entropy() -> None:
+def test_the_share_of_a_bias_counts_in_the_entropy() -> None:
     rows = Rows(Block(0, 1, 0, 1), torch.full((1, 1, 1, 1), 0.5), torch.full((1, 1, 1), 0.5))
     assert float(layer_details([rows], real_tokens(torch.ones(1, 1)), None)[0]["entropy"]) == pytest.approx(math.log(2))
 
 
-def test_kurtosis_is_plain_and_that_of_one_channel_alone_is_their_number() -> None:
+def test_kurtosis_is_not_excess_kurtosis_and_of_one_hot_states_the_number_of_channels() -> None:
     assert float(kurtosis(torch.tensor([1.0, -1.0, 1.0, -1.0]))) == 1
     alone = torch.zeros(1000)
     alone[7] = 1e12
@@ -90,7 +90,7 @@ def test_kurtosis_is_plain_and_that_of_one_channel_alone_is_their_number() -> No
     assert float(kurtosis(torch.ones(4))) == 0
 
 
-def test_matrix_entropy_is_0_of_one_direction_and_1_of_as_many_as_there_can_be() -> None:
+def test_matrix_entropy_is_0_for_one_direction_and_1_for_the_most_directions_possible() -> None:
     alike = torch.ones(1, 5, 3)
     apart = torch.eye(5)[None, :, :4]
     one_long = torch.eye(5)[None] * torch.tensor([1e6, 1, 1, 1, 1])[:, None]
@@ -108,11 +108,11 @@ def test_buckets_are_powers_of_two() -> None:
     assert bucket_starts(0, 0) == [0]
 
 
-def test_the_rate_of_secondary_sinks_is_of_the_positions_past_the_first_few_and_before_the_last_half() -> None:
+def test_the_secondary_sink_rate_leaves_out_the_first_positions_and_the_second_half() -> None:
     layers, sequences, heads, T = 1, 2, 2, 16
     alpha = torch.zeros(layers, sequences, heads, T)
     alpha[0, 1, 0, 5] = 0.8  # sequence 2, head 1, position 6
-    alpha[0, 0, :, [0, 3, 8, 15]] = 0.9  # position 1, position 4, which is listed alone, and two that few queries see
+    alpha[0, 0, :, [0, 3, 8, 15]] = 0.9  # position 1; 4, listed but not counted; 9 and 16, seen by few queries
     alignment = torch.zeros(2, sequences, T)
     alignment[1, 0, [6, 10]] = 0.95  # after block 1 tokens 7 and 11 of sequence 1 are like its first token
     norms = torch.ones(2, sequences, T)
@@ -174,7 +174,7 @@ def test_tokens_are_listed_from_position_2_to_where_half_of_the_queries_or_16_ar
     assert float(found) == (100 if T >= 10 else 0)
 
 
-def test_sinks_among_the_first_few_leave_room_for_those_past_them() -> None:
+def test_sinks_at_the_first_positions_do_not_displace_later_ones_from_the_list() -> None:
     search, T = SecondarySearch(0.3), 64
     alpha = torch.zeros(1, 20, 2, T)
     alpha[..., 1] = 0.9

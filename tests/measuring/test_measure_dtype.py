@@ -1,4 +1,4 @@
-"""`--dtype auto`: the checkpoint's own, but float32 on a processor that would emulate it; the notes say so."""
+"""`--dtype auto`: the dtype of the checkpoint, but float32 on a processor that emulates it; the notes say so."""
 
 import json
 import os
@@ -38,7 +38,7 @@ print(json.dumps({"measured": found, "auto": resolved_precision("auto", cpu)}))
 
 
 def saved(folder: Path, dtype: torch.dtype, declared: bool = True) -> Path:
-    """A tiny model in that dtype; its config may not say so."""
+    """A tiny model saved in this dtype; its config has no dtype unless `declared`."""
     model = hf.AutoModelForCausalLM.from_pretrained(tiny_model(folder, "gptneox"), dtype=dtype)
     model.save_pretrained(folder)
     if not declared:
@@ -67,7 +67,7 @@ def emulating(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("own", ["bfloat16", "float16"])
-def test_a_processor_that_emulates_the_own_dtype_measures_in_float32_and_says_so(
+def test_weights_in_a_dtype_that_the_processor_emulates_are_measured_in_float32_with_a_note(
     emulating: dict[str, Any], own: str
 ) -> None:
     assert emulating[own]["dtype"] == "float32"
@@ -77,28 +77,30 @@ def test_a_processor_that_emulates_the_own_dtype_measures_in_float32_and_says_so
     ]
 
 
-def test_so_it_does_where_only_the_weights_tell_their_dtype(emulating: dict[str, Any]) -> None:
+def test_dtype_is_read_from_the_weights_if_the_config_has_none(emulating: dict[str, Any]) -> None:
     assert emulating["undeclared"]["dtype"] == "float32"
     assert "the weights are bfloat16" in emulating["undeclared"]["notes"][0]
 
 
-def test_float32_weights_and_a_dtype_that_is_asked_for_stay(emulating: dict[str, Any]) -> None:
+def test_float32_weights_and_a_requested_dtype_are_kept_without_a_note(emulating: dict[str, Any]) -> None:
     assert (emulating["float32"]["dtype"], emulating["float32"]["notes"]) == ("float32", [])
     assert (emulating["asked for"]["dtype"], emulating["asked for"]["notes"]) == ("bfloat16", [])
 
 
-def test_training_decides_by_the_same_detection(emulating: dict[str, Any]) -> None:
+def test_training_with_precision_auto_is_in_float32_if_the_processor_emulates_bfloat16(
+    emulating: dict[str, Any],
+) -> None:
     assert emulating["auto"] == "fp32"
 
 
-def test_on_this_processor_auto_is_the_own_dtype_where_its_products_are_native() -> None:
+def test_auto_keeps_bfloat16_on_this_processor_exactly_if_its_products_are_native() -> None:
     native = multiplies_natively(torch.bfloat16, CPU)
     assert resolved_precision("auto", CPU) == ("bf16" if native else "fp32")
     assert float32_if_emulated(torch.bfloat16, CPU) == (torch.bfloat16 if native else torch.float32)
     assert float32_if_emulated(torch.float64, CPU) == torch.float64
 
 
-def test_the_name_of_the_processor_tells_generations_apart() -> None:
+def test_the_name_of_the_processor_ends_with_its_family_and_model() -> None:
     info = Path("/proc/cpuinfo")
     found = dict(re.findall(r"^(cpu family|model)\s*: (\d+)$", info.read_text(), re.M)) if info.is_file() else {}
     if set(found) != {"cpu family", "model"}:
@@ -106,5 +108,5 @@ def test_the_name_of_the_processor_tells_generations_apart() -> None:
     assert processor_name().endswith(f", family {found['cpu family']}, model {found['model']}")
 
 
-def test_a_card_takes_the_dtype_of_the_files() -> None:
+def test_auto_keeps_the_dtype_of_the_checkpoint_on_cuda() -> None:
     assert float32_if_emulated(torch.float16, torch.device("cuda")) == torch.float16

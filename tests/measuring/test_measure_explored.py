@@ -52,7 +52,7 @@ def test_every_map_is_that_of_the_familys_own_matrices(family: str) -> None:
     check(explored_of(model, tokens), read_eagerly(model, eager, tokens[:1]).attention[0])
 
 
-def test_of_padded_sequences_the_real_tokens_are_read() -> None:
+def test_the_maps_of_a_padded_sequence_are_those_of_its_real_tokens() -> None:
     model, eager = pair_of("llama")
     tokens = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(tokens)
@@ -62,7 +62,7 @@ def test_of_padded_sequences_the_real_tokens_are_read() -> None:
     check(found, read_eagerly(model, eager, tokens[:1, 3:]).attention[0])
 
 
-def test_a_sequence_of_one_token_has_no_positions_to_compare() -> None:
+def test_exploring_a_sequence_of_one_token_is_refused() -> None:
     tokens = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(tokens)
     mask[0, 1:] = 0
@@ -70,7 +70,7 @@ def test_a_sequence_of_one_token_has_no_positions_to_compare() -> None:
         measure(pair_of("llama")[0], tokens, explore=True, attention_mask=mask)
 
 
-def test_the_measurement_itself_is_unchanged() -> None:
+def test_exploring_does_not_change_the_other_results() -> None:
     model, tokens = own_model("softmax"), own_tokens()
     plain, explored = measure(model, tokens), measure(model, tokens, explore=True)
     cost = {"seconds", "peak_memory_mb"}
@@ -88,7 +88,7 @@ def test_a_long_sequence_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     check(found, attention_matrices(model, "softmax", tokens[:1, :6])[0][0])
 
 
-def test_of_a_model_with_many_heads_only_those_asked_for_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_too_many_heads_is_refused_unless_maps_selects_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explored_module, "MOST_HEADS", 4)
     model, tokens = own_model("softmax"), own_tokens()
     with pytest.raises(InputError, match=r"at most 4 heads and the model has 8: select .* `maps` LAYER\.HEAD"):

@@ -39,7 +39,9 @@ def test_the_probe_agrees_with_the_familys_own_attention_matrices(family: str) -
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral, window 5"])
-def test_scores_of_a_key_head_with_many_queries_keep_their_bound(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_computed_at_once_stay_below_their_limit_for_grouped_queries(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, tokens = pair_of(family)[0], family_tokens()
     whole = measure(model, tokens)
     taken = []
@@ -123,7 +125,7 @@ def test_a_sink_logit_is_reported_as_the_bias() -> None:
     tokens = family_tokens()
     with torch.no_grad():
         attention = torch.stack(eager(tokens, output_attentions=True).attentions, 1)
-    left_over = (1 - attention.sum(-1)).mean(-1)  # what the keys did not get went to the sink
+    left_over = (1 - attention.sum(-1)).mean(-1)  # the sink gets the attention that the keys do not get
     expected = sink_rate_by_loops(left_over[..., None], 0.3)[0]
     assert measure(model, tokens).sink_rate_bias == pytest.approx(expected)
     assert 0 < expected < 100
@@ -176,7 +178,7 @@ def test_a_model_whose_attention_cannot_be_read_is_refused_with_the_reason(confi
         measure(model, family_tokens())
 
 
-def test_long_logits_are_never_whole_and_the_loss_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_computed_in_pieces_give_the_same_loss_and_sink_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = {  # softcap, scale, tied, tied, bias, read from a part of the base model, divisor
         **{name: FAMILIES[name] for name in ("gemma2, softcap and window 5", "cohere", "gpt2", "mpt", "gptj", "opt")},
         "granite": lambda: hf.GraniteConfig(**GROUPED, logits_scaling=3.0),
@@ -275,7 +277,7 @@ def test_the_language_model_of_a_multimodal_model_is_measured(encoder_layers: in
     assert checked.holds
 
 
-def test_only_the_attention_layers_of_a_hybrid_are_expected() -> None:
+def test_only_the_attention_layers_of_a_hybrid_are_counted() -> None:
     jamba = hf.JambaConfig(num_hidden_layers=8, attn_layer_period=4, attn_layer_offset=1)
     assert attention_layers(jamba) == 2
 

@@ -1,4 +1,4 @@
-"""A measurement as tables, charts and in a notebook, and what a notebook user sees of the public names."""
+"""A measurement as tables, charts and in a notebook, and the public names as a notebook user sees them."""
 
 import csv
 import inspect
@@ -65,7 +65,7 @@ def test_heads_are_a_table(tmp_path: Path) -> None:
         assert float(share) == pytest.approx(first_N.mean(), rel=1e-5)
 
 
-def test_what_a_mask_makes_different_stands_beside_it() -> None:
+def test_tables_have_columns_for_importance_over_visible_queries_if_it_differs() -> None:
     plain = made_measurement()
     other = plain.model_copy(update={"importance_visible": plain.importance / 2, "sink_rate_visible": [0.0] * T})
     assert list(other.columns()) == ["layer", "head", "position", "importance", "importance_visible"]
@@ -73,7 +73,7 @@ def test_what_a_mask_makes_different_stands_beside_it() -> None:
     assert "importance_first_visible" in other.columns("layers")
 
 
-def test_an_unknown_table_or_chart_is_refused_with_those_there_are() -> None:
+def test_an_unknown_table_or_chart_is_refused_with_the_valid_names() -> None:
     with pytest.raises(InputError, match="choose from importance, positions, layers, heads"):
         made_measurement().to_dataframe("head")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="choose from heads, layers, positions, norms"):
@@ -92,7 +92,7 @@ def test_a_data_frame_has_the_columns(library: str, monkeypatch: pytest.MonkeyPa
     assert len(frame) == L * H * T
 
 
-def test_a_parquet_file_holds_the_same(tmp_path: Path) -> None:
+def test_a_parquet_file_has_the_importance_of_the_measurement(tmp_path: Path) -> None:
     measured = made_measurement()
     measured.to_parquet(tmp_path / "importance.parquet")
     table = polars.read_parquet(tmp_path / "importance.parquet")
@@ -134,7 +134,7 @@ def test_a_measurement_is_saved_over_a_measurement_and_no_other_file(name: str, 
 
 
 @pytest.mark.parametrize("what", ["heads", "layers", "positions", "norms"])
-def test_a_measurement_draws_itself(what: str) -> None:
+def test_every_chart_of_a_measurement_is_rendered_with_the_name_of_its_model(what: str) -> None:
     import vl_convert as vlc
 
     measured = made_measurement(name="org/model")
@@ -143,7 +143,7 @@ def test_a_measurement_draws_itself(what: str) -> None:
     assert "model" in svg
 
 
-def test_a_notebook_shows_the_tables_and_runs_nothing() -> None:
+def test_a_notebook_shows_the_tables_with_the_model_name_escaped() -> None:
     shown = made_measurement(name="<script>alert(1)</script>")._repr_html_()
     assert "Position 1 by layer" in shown
     assert "&lt;script&gt;" in shown
@@ -165,6 +165,6 @@ def test_help_says_what_measure_takes() -> None:
     assert "Raises:" in page
 
 
-def test_looking_at_the_names_brings_in_nothing_heavy() -> None:
+def test_dir_of_the_package_imports_no_heavy_library() -> None:
     code = "import sys, sinklab; dir(sinklab); print([m for m in ('torch', 'altair', 'pydantic') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

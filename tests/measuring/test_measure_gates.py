@@ -84,7 +84,7 @@ def test_gates_on_the_output_are_those_of_the_layers_input(kind: str, channels: 
     assert_close(np.array(rest), details.gate_closed[:, :, 1:].mean((1, 2)))
 
 
-def test_gates_have_numbers_for_claims() -> None:
+def test_gates_are_among_the_measured_numbers_of_an_experiment() -> None:
     measured = measure(_own("element"), own_tokens(3), details=True)
     assert measured.details is not None
     assert measured.details.gate is not None
@@ -116,7 +116,7 @@ def test_v_scale_is_a_gate_on_the_values_as_well() -> None:
         assert_close(details.gate[layer], gates_GT.repeat_interleave(2, 0))
 
 
-def test_learned_positions_in_front_are_no_tokens() -> None:
+def test_gates_of_learned_sink_tokens_are_not_counted() -> None:
     model, tokens = _own("head", attention={"bias": {"kind": "sink_token"}}), own_tokens(3)
     details = _details(model, tokens)
     x_NLE = _inputs(model, tokens, "output_gate")[0]
@@ -126,7 +126,7 @@ def test_learned_positions_in_front_are_no_tokens() -> None:
 
 
 def _gate_per_group(attention: Any, channels: int) -> None:
-    """Give an attention of Qwen3 the gates of 2505.06708's models: of a key head its queries, then their gates."""
+    """Give an attention of Qwen3 the gates of 2505.06708's models: for each key head its queries, then their gates."""
     attention.q_proj = nn.Linear(32, 4 * (8 + channels), bias=False)
     nn.init.normal_(attention.q_proj.weight, std=0.5)
 
@@ -245,7 +245,7 @@ def test_models_without_gates_have_none() -> None:
     assert deepseek.gate is None
 
 
-def test_gates_of_an_unknown_kind_are_none_and_the_notes_say_so() -> None:
+def test_gates_of_an_unknown_kind_are_not_reported_and_the_notes_say_so() -> None:
     torch.manual_seed(0)
     model, logits = pair_of("qwen3")[0], []
     for block in model.model.layers:

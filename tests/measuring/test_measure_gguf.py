@@ -1,4 +1,4 @@
-"""Models of .gguf files: unpacked, measured as the model that they were made from, and refused in a sentence."""
+"""Models of .gguf files are measured as the models that they were made from; unusable files are refused."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def test_a_file_is_measured_as_the_model_it_was_made_from(model: Path, exact: Pa
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
-def test_quantised_weights_are_unpacked_and_the_notes_name_how_they_were(
+def test_quantised_weights_are_dequantised_and_the_notes_name_the_quantisation(
     model: Path, text: Path, tmp_path: Path, kind: str
 ) -> None:
     rough = measure_model(str(as_gguf(model, tmp_path / "rough.gguf", kind)), text, Request(**SHAPE))
@@ -72,18 +72,18 @@ def test_quantised_weights_are_unpacked_and_the_notes_name_how_they_were(
     assert 0 < abs(rough.importance - exact.importance).max() < (0.2 if kind == "Q4_1" else 0.02)
 
 
-def test_a_directory_that_holds_one_file_is_that_file(exact: Path, text: Path) -> None:
+def test_a_directory_with_one_gguf_file_is_measured_as_that_file(exact: Path, text: Path) -> None:
     by_folder, by_file = (measure_model(str(place), text, Request(**SHAPE)) for place in (exact.parent, exact))
     assert by_folder.loss == by_file.loss
 
 
-def test_a_dtype_that_is_asked_for_is_what_it_is_unpacked_to(exact: Path) -> None:
+def test_weights_are_dequantised_to_the_requested_dtype(exact: Path) -> None:
     loaded = load_pretrained(str(exact), Loading("float64"))
     assert loaded.model.dtype == torch.float64
     assert loaded.notes == ["the weights were read from a gguf file (F32) and dequantised to float64"]
 
 
-def test_a_file_of_the_same_name_in_the_current_directory_is_another_one(
+def test_a_path_is_not_mistaken_for_a_file_of_the_same_name_in_the_current_directory(
     model: Path, exact: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_gguf(model, tmp_path / exact.name, "Q4_1")
@@ -113,7 +113,7 @@ def test_files_are_compared_and_measured_by_domain(model: Path, exact: Path, tex
     assert list(domains.outcome.measured) == ["a", "b"]
 
 
-def test_another_file_under_the_same_name_is_not_taken_for_the_one_that_was_measured(
+def test_results_of_a_file_are_not_reused_for_another_file_of_the_same_name(
     model: Path, exact: Path, text: Path, tmp_path: Path
 ) -> None:
     path = Path(shutil.copy(exact, tmp_path / "m.gguf"))
@@ -123,7 +123,7 @@ def test_another_file_under_the_same_name_is_not_taken_for_the_one_that_was_meas
         compare_models([str(model), str(path)], text, SMALL, out=tmp_path / "out")
 
 
-def test_what_was_unpacked_can_be_saved(exact: Path, tmp_path: Path) -> None:
+def test_a_dequantised_model_can_be_saved_and_loaded(exact: Path, tmp_path: Path) -> None:
     loaded = load_pretrained(str(exact))
     loaded.model.save_pretrained(tmp_path / "saved")
     again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
@@ -145,7 +145,7 @@ def test_unpacking_is_announced(exact: Path) -> None:
     assert said == ["dequantising tiny.gguf (F32), which takes a while"]
 
 
-def test_the_header_is_parsed_once_and_no_bar_of_transformers_is_shown(
+def test_the_header_is_parsed_once_and_no_progress_bar_of_transformers_is_shown(
     exact: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     gguf, parsed = needed(), list[Path]()
@@ -168,14 +168,14 @@ def test_rotary_factors_that_transformers_leaves_out_are_in_the_notes(model: Pat
     assert any("rope_freqs" in note for note in load_pretrained(str(path)).notes)
 
 
-def test_several_files_in_a_directory_are_a_question(model: Path, tmp_path: Path) -> None:
+def test_a_directory_with_several_gguf_files_is_refused_with_their_names(model: Path, tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         as_gguf(model, tmp_path / name)
     with pytest.raises(InputError, match=r"2 \.gguf files \(a\.gguf, b\.gguf\): pass one of them, such as .*a\.gguf"):
         load_pretrained(str(tmp_path))
 
 
-def test_a_model_in_parts_is_the_whole_model_whichever_file_is_named(model: Path, exact: Path, tmp_path: Path) -> None:
+def test_a_split_model_is_loaded_whole_whichever_part_is_given(model: Path, exact: Path, tmp_path: Path) -> None:
     as_gguf(model, tmp_path / "a.gguf", tensors_in_a_file=8)
     parts = sorted(tmp_path.iterdir())
     assert [part.name for part in parts] == [f"a-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
@@ -199,7 +199,7 @@ def test_a_file_that_is_cut_off_is_refused(exact: Path, tmp_path: Path, keep: in
         load_pretrained(str(cut))
 
 
-def test_a_damaged_file_ends_in_a_sentence(exact: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_is_loaded_or_refused_without_a_traceback(exact: Path, tmp_path: Path) -> None:
     whole, damaged = exact.read_bytes(), tmp_path / "damaged.gguf"
     generator = np.random.default_rng(0)
     for _ in range(12):
@@ -217,7 +217,7 @@ def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path: Path, m
         load_pretrained("model.gguf")
 
 
-def test_more_than_the_memory_holds_is_refused_before_it_is_unpacked(
+def test_a_model_that_does_not_fit_in_memory_is_refused_before_it_is_dequantised(
     exact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_files, "free_bytes", lambda device: 100_000)

@@ -142,7 +142,7 @@ def test_where_the_mlp_reads_the_same_norm_the_gradient_is_that_of_attention_alo
     assert_close(found[0], norm[0].grad[0].norm(dim=-1))
 
 
-def test_without_the_option_a_measurement_has_none_and_with_it_the_rest_is_the_same(tmp_path: Path) -> None:
+def test_gradients_are_measured_only_on_request_and_do_not_change_the_other_results(tmp_path: Path) -> None:
     model, tokens = _own(), _tokens()
     for name, gradients in (("plain", False), ("with", True)):
         measure(model, tokens, gradients=gradients, details=True).save(tmp_path / name)
@@ -161,7 +161,7 @@ def test_without_the_option_a_measurement_has_none_and_with_it_the_rest_is_the_s
     assert Request(options=Options(gradients=True)).document()["gradients"]
 
 
-def test_the_table_by_layer_and_the_figure_of_norms_have_the_gradients() -> None:
+def test_the_table_by_layer_has_a_column_of_gradients_if_they_were_measured() -> None:
     with_them, without = (measure(_own(), _tokens(), gradients=gradients) for gradients in (True, False))
     assert with_them.gradient_norm_ratio is not None
     shown, plain = (layers_table([("", one)]) for one in (with_them, without))
@@ -172,7 +172,7 @@ def test_the_table_by_layer_and_the_figure_of_norms_have_the_gradients() -> None
     assert "gradient" in " ".join(shown.notes)
 
 
-def test_ablations_take_no_gradients() -> None:
+def test_gradients_can_be_measured_together_with_ablations() -> None:
     found = measure(_own(), _tokens(), gradients=True, ablate=["mask_first:1"])
     assert found.gradient_norm_ratio is not None
     assert found.ablations is not None

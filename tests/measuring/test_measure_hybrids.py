@@ -1,4 +1,4 @@
-"""Models in which not every layer has attention: the others are counted, and still carry a hidden first token on."""
+"""Models in which not every layer has attention: the notes count the others and say that they see hidden keys."""
 
 from typing import Any
 
@@ -109,7 +109,7 @@ def test_layers_without_attention_are_counted_and_those_with_it_numbered(name: s
 
 
 @pytest.mark.parametrize(("every", "said"), [(2, "2 of 4 layers have attention (2, 4)"), (4, "1 of 4 layers has")])
-def test_so_are_those_of_ours(every: int, said: str) -> None:
+def test_layers_without_attention_of_our_own_hybrids_are_counted(every: int, said: str) -> None:
     [note] = measure(own_hybrid(every), own_tokens()).notes
     assert note.startswith(said)
     assert note.endswith("the others are linear or recurrent and not included in the sink rate")
@@ -117,14 +117,14 @@ def test_so_are_those_of_ours(every: int, said: str) -> None:
 
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("asked", HIDING)
-def test_what_is_hidden_from_attention_is_said_to_be_carried_on_by_the_other_layers(
+def test_a_note_says_which_layers_still_see_keys_that_are_hidden_from_attention(
     name: str, asked: dict[str, Any]
 ) -> None:
     notes = measure(hybrid(name), family_tokens(), **asked).notes
     assert any(f"the linear or recurrent part of {CARRYING[name]} still sees them" in note for note in notes)
 
 
-def test_ours_say_so_too_and_models_that_are_all_attention_have_nothing_to_say() -> None:
+def test_only_hybrids_have_the_note_on_layers_that_still_see_hidden_keys() -> None:
     for asked in HIDING:
         found = measure(own_hybrid(2), own_tokens(), **asked)
         assert any("layers 1, 3 still sees" in note for note in found.notes)
@@ -154,7 +154,7 @@ def test_nan_is_located_by_the_number_of_the_attention_layer_or_of_the_block() -
             measure(model, own_tokens())
 
 
-def test_the_attention_to_a_bias_has_gaps_in_layers_without_one() -> None:
+def test_the_attention_to_a_bias_is_nan_in_layers_without_one() -> None:
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(SINKS, attn_implementation="eager").eval()
     tokens = family_tokens()

@@ -72,11 +72,11 @@ def test_a_query_attends_to_the_selected_keys_alone(model: Any, batch_size: int 
     table = layers_table([("", found)])
     place = [column.title for column in table.columns].index("sees key 1")
     assert [row[place] for row in table.rows[1:]] == [f"{one:.2f}" for one in share.tolist()]
-    assert (first[..., :2] == 1).all()  # up to so many keys all are selected
+    assert (first[..., :2] == 1).all()  # up to CHOSEN keys all are selected
     assert first[..., 3:].mean() < 1
 
 
-def test_up_to_so_many_tokens_the_attention_is_dense(model: Any) -> None:
+def test_shares_of_selected_keys_are_not_reported_for_sequences_with_all_keys_selected(model: Any) -> None:
     details = measure(model, TOKENS[:, :CHOSEN], details=True).details
     assert details is not None
     assert details.first_visible is None
@@ -85,7 +85,7 @@ def test_up_to_so_many_tokens_the_attention_is_dense(model: Any) -> None:
 
 
 @torch.no_grad()
-def test_hidden_keys_are_hidden_in_the_attention_and_not_in_the_indexer() -> None:
+def test_first_keys_are_hidden_in_attention_whose_indexer_selects_all_keys() -> None:
     dense = made(chosen=T)
     with scores_without_first_keys(2, T):
         expected = dense(TOKENS).logits

@@ -1,4 +1,4 @@
-"""Norm ratios where the norms of all later tokens are zero: infinite, null in JSON, and shown as what they are."""
+"""Norm ratios where the norms of all later tokens are zero: infinite, null in JSON, and shown as ∞."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def plain() -> Measurement:
 
 
 def strict(path: Path) -> Any:
-    """JSON that has no word for infinity and NaN."""
+    """The content of a JSON file in which Infinity and NaN are errors."""
 
     def refuse(word: str) -> Any:
         raise AssertionError(f"{path} has {word}")
@@ -97,14 +97,14 @@ def test_closed_value_gates_give_a_measurement() -> None:
     assert found.value_norm_ratio[0] == math.inf
 
 
-def test_nothing_else_than_a_ratio_may_be_infinite_and_no_ratio_nan(measured: Measurement) -> None:
+def test_only_norm_ratios_may_be_infinite_and_none_may_be_nan_or_negative(measured: Measurement) -> None:
     document = measured.document() | measured.arrays()
     for name, value in (("loss", math.inf), ("hidden_norm_ratio", [math.nan]), ("key_norm_ratio", [-1.0, 1.0])):
         with pytest.raises(ValidationError):
             Measurement.model_validate(document | {name: value})
 
 
-def test_the_terminal_the_tables_and_the_report_show_it(
+def test_the_terminal_the_tables_and_the_report_show_an_infinite_ratio(
     measured: Measurement, plain: Measurement, tmp_path: Path
 ) -> None:
     assert "∞" in text_of(partial(print_measurement, full=True), measured)
@@ -120,7 +120,7 @@ def test_the_terminal_the_tables_and_the_report_show_it(
     assert "Infinity" not in page.split("<body")[1].split("<script")[0]
 
 
-def test_a_comparison_names_the_models_in_which_it_is_infinite(
+def test_a_comparison_names_the_models_with_an_infinite_ratio(
     measured: Measurement, plain: Measurement, tmp_path: Path
 ) -> None:
     for first, second in (("plain", "zeros"), ("zeros", "plain")):
@@ -140,7 +140,7 @@ def test_a_comparison_names_the_models_in_which_it_is_infinite(
         assert "∞" in (tmp_path / first / "report.html").read_text()
 
 
-def test_a_run_evaluates_it(tmp_path: Path) -> None:
+def test_a_run_records_an_infinite_ratio_of_its_evaluations(tmp_path: Path) -> None:
     recipe = build_recipe(
         {
             "model": {"layers": 2, "width": 16, "heads": 2, "ffn_width": 16, "context": 16},

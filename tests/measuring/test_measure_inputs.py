@@ -1,4 +1,4 @@
-"""The token matrix: which tokens of which documents, and what is said where there are too few."""
+"""The token matrix: which tokens of which documents it has, and the messages if there is too little text."""
 
 import json
 from collections.abc import Sequence
@@ -124,7 +124,7 @@ def test_a_repeated_sequence_is_one_token() -> None:
     assert len(tokens[:, 0].unique()) > 10
 
 
-def test_the_files_of_a_folder_take_turns(tmp_path: Path) -> None:
+def test_sequences_alternate_between_the_files_of_a_folder(tmp_path: Path) -> None:
     _jsonl(tmp_path / "a.jsonl", "aaaa", "bbbb", "cccc", "dddd")
     _jsonl(tmp_path / "b.jsonl", "xx", "eeee")
     (tmp_path / "c.txt").write_text("ffffgggg")
@@ -147,7 +147,7 @@ def test_documents_of_plain_text_are_not_joined(tmp_path: Path) -> None:
     assert tokens.tolist() == [_letters("ghijkl")]
 
 
-def test_of_a_huge_document_only_as_much_is_tokenised_as_is_wanted(tmp_path: Path) -> None:
+def test_only_the_needed_part_of_a_huge_document_is_tokenised(tmp_path: Path) -> None:
     text = _jsonl(tmp_path / "a.jsonl", "ab " * 1_000_000)
     read: list[int] = []
 

@@ -120,7 +120,7 @@ def test_a_name_that_cannot_be_fetched_is_explained(monkeypatch: pytest.MonkeyPa
         load_pretrained("nobody/no-such-model")
 
 
-def test_remote_code_runs_only_when_asked_for(folder: Path) -> None:
+def test_remote_code_is_refused_and_not_run_by_default(folder: Path) -> None:
     ran = folder / "ran"
     (folder / "configuration_own.py").write_text(
         f"open({str(ran)!r}, 'w').close()\nfrom transformers import LlamaConfig\nclass OwnConfig(LlamaConfig): pass\n"

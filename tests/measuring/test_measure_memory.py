@@ -1,4 +1,4 @@
-"""Batches chosen to fit the memory, and the display of how far a measurement has come."""
+"""Batches chosen to fit the memory, and the progress of a measurement."""
 
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,14 @@ def test_short_sequences_are_read_sixteen_at_a_time_and_long_ones_alone(monkeypa
     assert fitting_batch(GPT2, 64, CPU) == 16
 
 
-def test_little_memory_makes_small_batches_but_never_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_memory_gives_small_batches_of_at_least_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     _free(monkeypatch, 2**30)
     assert 1 < fitting_batch(GPT2, 1024, CPU) < 8
     _free(monkeypatch, 0)
     assert fitting_batch(GPT2, 1024, CPU) == 1
 
 
-def test_models_that_make_their_matrices_or_all_logits_are_given_smaller_batches(model: Any) -> None:
+def test_models_that_make_their_matrices_or_all_logits_need_more_memory_per_sequence(model: Any) -> None:
     def needed(**how: bool) -> int:
         how = {"matrices": False, "logits": False} | how
         return sizes_of_pretrained(model.config, **how).bytes_per_sequence(4096)
@@ -107,7 +107,7 @@ def test_the_limit_of_a_nested_control_group_or_its_parent_counts(
     assert (free_bytes(CPU), memory.total_bytes(CPU)) == (50, 350)
 
 
-def test_the_result_is_that_of_any_batch_size(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_does_not_depend_on_the_batch_size(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = sinklab.measure(model, TOKENS, batch_size=6)
     _free(monkeypatch, 0)
     done: list[float] = []
@@ -139,7 +139,7 @@ def test_a_batch_that_runs_out_of_memory_is_counted_once(model: Any, monkeypatch
     assert found.loss == pytest.approx(whole.loss, rel=1e-5)
 
 
-def test_no_batch_is_counted_in_part_if_the_memory_runs_out_in_the_sums(
+def test_running_out_of_memory_while_a_batch_is_added_to_the_sums_is_an_error(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _full_once(monkeypatch, DetailTotals, "add")

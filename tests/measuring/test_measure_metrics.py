@@ -113,7 +113,7 @@ def test_the_threshold_is_strict_and_applied_before_averaging() -> None:
     assert _sink_rate(alpha.mean(0, keepdim=True), 0.25) == [100]
 
 
-def test_the_query_itself_counts_so_that_one_token_is_all_sink() -> None:
+def test_a_query_counts_for_its_own_key_so_that_one_token_alone_has_importance_1() -> None:
     assert importance_from_sums(torch.ones(1, 1, 1), torch.tensor([1])).item() == 1
 
 
@@ -121,7 +121,7 @@ def test_the_norm_ratio_is_the_first_position_over_the_mean_of_the_rest() -> Non
     assert first_to_rest(torch.tensor([[6.0, 1.0, 2.0, 3.0]])).tolist() == [3.0]
 
 
-def test_where_all_norms_are_zero_none_is_larger_than_another() -> None:
+def test_the_norm_ratio_is_1_if_all_norms_are_zero() -> None:
     assert first_to_rest(torch.tensor([[0.0, 0.0, 0.0], [4.0, 2.0, 2.0]])).tolist() == [1.0, 2.0]
 
 

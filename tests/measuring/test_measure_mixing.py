@@ -43,7 +43,7 @@ def causal_mask(T: int, window: int, hidden_first: bool) -> torch.Tensor:
 
 @contextmanager
 def masks_by_hand(model: Any, T: int, hidden_first: bool) -> Iterator[None]:
-    """The functions by which the family's own file makes its masks give masks by hand."""
+    """The functions that make the masks in the family's own file return those of `causal_mask`."""
     family = sys.modules[type(model).__module__]
     whole = causal_mask(T, T, hidden_first)
     with pytest.MonkeyPatch.context() as patch:
@@ -57,7 +57,7 @@ def masks_by_hand(model: Any, T: int, hidden_first: bool) -> Iterator[None]:
 
 @torch.no_grad()
 def by_hand(model: Any, tokens: torch.Tensor, hidden_first: bool) -> list[float]:
-    """One sequence at a time, from the states before the first block and after each, with masks by hand."""
+    """Spread by block: one sequence at a time, from the states before the first block and after each, masks by hand."""
     T = tokens.shape[1]
     blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 2)
     found: list[torch.Tensor] = []
@@ -112,7 +112,7 @@ def test_batches_change_nothing_and_the_model_is_left_as_it_was(family: str) -> 
     assert (model.config._attn_implementation, hooks_on(model)) == before
 
 
-def test_our_own_transformer_has_it_too_and_a_file_keeps_it(tmp_path: Path) -> None:
+def test_the_spread_of_our_own_transformer_is_measured_saved_and_drawn(tmp_path: Path) -> None:
     model, tokens = own_model("softmax"), own_tokens(3)
     measured = measure(model, tokens, perturb=3)
     assert measured.mixing is not None
@@ -124,7 +124,7 @@ def test_our_own_transformer_has_it_too_and_a_file_keeps_it(tmp_path: Path) -> N
     assert "mixing" not in measure(model, tokens).document()
 
 
-def test_what_cannot_spread_is_refused() -> None:
+def test_perturbations_that_cannot_spread_are_refused() -> None:
     model, tokens = pair_of("llama")[0], family_tokens()
     for position in (1, tokens.shape[1]):
         with pytest.raises(InputError, match="use 2 to 13"):
@@ -136,7 +136,7 @@ def test_what_cannot_spread_is_refused() -> None:
         measure(model, tokens, perturb=4, attention_mask=(torch.arange(tokens.shape[1]) > 0).expand_as(tokens))
 
 
-def test_the_hash_of_a_request_is_that_of_before_there_were_perturbations() -> None:
+def test_the_hash_of_a_request_without_perturbation_is_that_of_earlier_versions() -> None:
     document = Request().document()
     assert "perturb" not in document["study"]
     assert list(document)[:5] == [
@@ -159,7 +159,7 @@ def test_the_command_shows_the_change_by_block(run: Any, tmp_path: Path, monkeyp
     assert "without key 1" in out
 
 
-def test_its_passes_count_in_the_progress_of_the_measurement() -> None:
+def test_the_passes_of_a_perturbation_count_in_the_progress_of_the_measurement() -> None:
     model, tokens = pair_of("llama")[0], family_tokens()
     said: list[tuple[float, float]] = []
     measure_with_study(

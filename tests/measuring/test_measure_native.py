@@ -133,7 +133,7 @@ def test_the_model_is_left_as_it_was_found_also_after_an_exception() -> None:
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
 
 
-def test_progress_is_told_after_every_batch() -> None:
+def test_progress_is_reported_after_every_batch() -> None:
     steps: list[tuple[float, int]] = []
     measure(own_model("softmax"), own_tokens(), batch_size=2, progress=lambda read, all: steps.append((read, all)))
     assert [at for at in steps if at[0] in range(6)] == [(2, 5), (4, 5), (5, 5)]
@@ -208,12 +208,12 @@ def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
         measure(own_model("softmax"), own_tokens(), **options)
 
 
-def test_nothing_to_measure_is_refused() -> None:
+def test_tokens_without_sequences_are_refused() -> None:
     with pytest.raises(InputError, match="neither empty"):
         measure(own_model("softmax"), own_tokens(0))
 
 
-def test_the_result_says_what_it_is() -> None:
+def test_the_result_records_its_model_inputs_sizes_and_dtype() -> None:
     measured = measure(own_model("softmax"), own_tokens(), eps=0.25, model_name="tiny", bos=True)
     assert isinstance(measured, Measurement)
     assert (measured.model, measured.inputs, measured.bos, measured.eps) == ("tiny", "natural", True, 0.25)
@@ -256,7 +256,7 @@ def test_a_hidden_first_key_of_a_window_receives_no_attention(rows: int, monkeyp
     assert measured.sink_rate_window_start == pytest.approx(100 * float((starts > eps).double().mean()))
 
 
-def test_of_a_post_norm_model_the_norms_are_also_known_before_each_norm() -> None:
+def test_norm_ratios_before_each_norm_are_reported_for_post_norm_models() -> None:
     config = ModelConfig.model_validate({**SIZES, "layers": 2, "norm": {"placement": "post"}})
     model, tokens = Transformer(config, seed=3), own_tokens()
     entered: list[torch.Tensor] = []
@@ -274,7 +274,7 @@ def test_of_a_post_norm_model_the_norms_are_also_known_before_each_norm() -> Non
     assert measure(own_model("softmax"), tokens).norm_ratio_before_norm is None
 
 
-def test_the_norm_of_a_sink_token_is_held_against_the_tokens() -> None:
+def test_the_norm_of_a_sink_token_is_divided_by_the_mean_norm_of_the_tokens() -> None:
     model, tokens = own_model("sink token"), own_tokens()
     streams: list[torch.Tensor] = []
 

@@ -1,4 +1,4 @@
-"""Attention backends of transformers beside eager attention: they agree, or it is said how they do not."""
+"""Attention backends of transformers agree with eager attention, or the difference is reported."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ WITH_SINKS: dict[str, Callable[[], Any]] = {
 
 
 def model_of(name: str) -> Any:
-    """A random model whose sink logits take a good share."""
+    """A random model whose sink logits take a large share of the attention."""
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(WITH_SINKS[name]()).eval()
     with torch.no_grad():
@@ -35,7 +35,7 @@ def by_name(found: list[BackendParity]) -> dict[str, BackendParity]:
 
 
 def verdict_of_sdpa(model: Any) -> str:
-    """transformers refuses it with sink logits or a softcap."""
+    """The verdict on SDPA, which transformers refuses for models with sink logits or a softcap."""
     return "agrees" if model._supports_sdpa else "unavailable"
 
 
@@ -58,7 +58,7 @@ def test_backends_agree_and_the_importance_is_that_of_the_familys_own_matrices(f
 
 
 @pytest.mark.parametrize("name", WITH_SINKS)
-def test_what_transformers_refuses_for_a_model_with_sinks_is_named_and_our_own_agrees(name: str) -> None:
+def test_sdpa_is_unavailable_for_a_model_with_sink_logits_and_our_own_backend_agrees(name: str) -> None:
     model = model_of(name)
     found = by_name(backend_parity(model, family_tokens(), QUICK))
     assert found["sdpa"].verdict == "unavailable"
@@ -70,7 +70,7 @@ def test_what_transformers_refuses_for_a_model_with_sinks_is_named_and_our_own_a
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "granite-swa"])
-def test_a_backend_that_leaves_the_sink_logits_out_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_drops_the_sink_logits_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(name)
     monkeypatch.setattr(type(model), "_supports_sdpa", True)  # PyTorch's attention does not know of sink logits
     dropped = by_name(backend_parity(model, family_tokens(), QUICK))["sdpa"]
@@ -80,7 +80,7 @@ def test_a_backend_that_leaves_the_sink_logits_out_is_found_out(name: str, monke
     assert dropped.sink_share == pytest.approx(0, abs=1e-5)
 
 
-def test_sinks_that_take_no_more_than_rounding_are_not_missed() -> None:
+def test_sink_logits_with_a_share_below_rounding_are_not_reported_as_dropped() -> None:
     config = hf.GptOssConfig(
         vocab_size=64,
         hidden_size=32,
@@ -106,7 +106,7 @@ def test_sinks_that_take_no_more_than_rounding_are_not_missed() -> None:
         assert own.verdict == "agrees", f"seed {seed}: {own}"
 
 
-def test_where_logits_alone_differ_a_model_with_experts_is_told_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_names_the_experts_of_a_model_if_only_its_logits_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     one_layer: dict[str, Any] = {**GROUPED, "num_hidden_layers": 1}
     model = hf.AutoModelForCausalLM.from_config(hf.MixtralConfig(**one_layer, num_local_experts=4)).eval()
     exact = AttentionInterface._global_mapping["sdpa"]
@@ -144,7 +144,7 @@ def test_a_kernel_that_fails_is_unavailable_with_its_reason(monkeypatch: pytest.
 
 
 def test_more_positions_than_values_have_channels_are_read_in_pieces() -> None:
-    tokens = torch.randint(3, 64, (2, 21), generator=torch.Generator().manual_seed(2))  # of 8 channels
+    tokens = torch.randint(3, 64, (2, 21), generator=torch.Generator().manual_seed(2))  # values have 8 channels
     found = by_name(backend_parity(model_of("gpt-oss"), tokens, QUICK))
     assert found["sinklab"].verdict == "agrees"
     assert found["sinklab"].importance_difference == pytest.approx(0, abs=1e-5)
@@ -162,7 +162,7 @@ def test_the_model_and_transformers_are_left_as_they_were(family: str) -> None:
 
 
 @pytest.mark.slow
-def test_flex_attention_agrees_where_it_can_be_had() -> None:
+def test_flex_attention_agrees_where_it_is_available() -> None:
     """Compiling it takes minutes; without a compiler, and with sink logits on a CPU, it is unavailable and says so."""
     llama = by_name(backend_parity(pair_of("llama")[0], family_tokens(), ["flex_attention"]))["flex_attention"]
     assert llama.verdict == "agrees" or llama.why

@@ -1,4 +1,4 @@
-"""Models whose weights are quantised, or lie on disk until they are needed."""
+"""Models whose weights are quantised or offloaded to disk."""
 
 import copy
 import json
@@ -68,7 +68,7 @@ def test_weights_are_quantised_while_they_are_loaded(data_dir: Path, tmp_path: P
     assert "the weights are quantised (bitsandbytes); dtype is that of the other weights" in rough.notes
 
 
-def test_weights_that_are_quantised_and_runs_are_not_quantised_while_loading(data_dir: Path, tmp_path: Path) -> None:
+def test_quantising_a_quantised_checkpoint_or_a_run_while_loading_is_refused(data_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(data_dir / "models" / "TinyStories-656K", folder)
     config = json.loads((folder / "config.json").read_text("utf-8"))
@@ -81,9 +81,7 @@ def test_weights_that_are_quantised_and_runs_are_not_quantised_while_loading(dat
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_checkpoint_that_is_quantised_is_loaded_as_it_is_and_the_result_says_so(
-    data_dir: Path, tmp_path: Path
-) -> None:
+def test_a_quantised_checkpoint_is_measured_and_the_notes_say_so(data_dir: Path, tmp_path: Path) -> None:
     configs = pytest.importorskip("torchao.quantization", reason="needs torchao (extra quantised)")
     pytest.importorskip("accelerate", reason="needs accelerate (extra quantised)")
     folder = str(data_dir / "models" / "TinyStories-656K")
@@ -100,7 +98,7 @@ def test_a_checkpoint_that_is_quantised_is_loaded_as_it_is_and_the_result_says_s
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_whose_weights_lie_on_disk_is_measured(family: str, tmp_path: Path) -> None:
+def test_a_model_offloaded_to_disk_is_measured(family: str, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate", reason="needs accelerate (extra quantised)")
     model = _model(family)
     expected = sinklab.measure(model, TOKENS)

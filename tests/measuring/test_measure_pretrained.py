@@ -21,7 +21,7 @@ from sinklab.survey.measure import measure_model
 
 EPS = 0.2  # at which some of this small model's heads are above and some below
 SEQUENCES, LENGTH = 12, 32
-PAPER = (100, 64, 0.3)  # sequences, length and eps as the command has them unless told
+PAPER = (100, 64, 0.3)  # sequences, length and eps: the defaults of the command
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def tokens(folder: Path, text: Path) -> torch.Tensor:
 
 @cache
 def _reference(folder: Path, text: Path, bos: bool, sequences: int, length: int, eps: float) -> Reference:
-    """Nothing of sinklab: the tokenizer.json as transformers calls it, and eager attention matrices."""
+    """A reference without sinklab: tokenizer.json called by transformers, and eager attention matrices."""
     import json
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)

@@ -119,7 +119,7 @@ def test_a_real_trained_model_has_no_sink_on_a_repeated_token(data_dir: Path) ->
 
 @pytest.mark.parametrize("kind", ["ours", "llama", "gemma2, softcap and window 5", "bloom"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_coarse_model_is_checked_in_float32_and_left_as_it_was(kind: str, dtype: torch.dtype) -> None:
+def test_a_16_bit_model_is_checked_in_float32_and_left_as_it_was(kind: str, dtype: torch.dtype) -> None:
     model: Any = (_deep() if kind == "ours" else pair_of(kind)[0]).to(dtype)
     places = [("parameter", n, p.data) for n, p in model.named_parameters()]
     places += [("buffer", n, b) for n, b in model.named_buffers()]
@@ -134,7 +134,7 @@ def test_a_coarse_model_is_checked_in_float32_and_left_as_it_was(kind: str, dtyp
         assert torch.equal(after, values)
 
 
-def test_what_a_coarse_precision_shows_beyond_its_rounding_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deviation_in_bfloat16_leaves_the_proposition_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _deep().bfloat16()
     monkeypatch.setattr("sinklab.measuring.propositions.free_bytes", lambda device: 0)  # no room for float32
     found = check_propositions(adapt(model), [3, 17], length=40)
@@ -146,7 +146,7 @@ def test_what_a_coarse_precision_shows_beyond_its_rounding_decides_nothing(monke
     assert "cannot be decided in this precision" in console.getvalue()
 
 
-def test_the_closed_form_is_the_one_written_out() -> None:
+def test_the_closed_form_of_softmax_over_distances_equals_explicit_loops() -> None:
     slope = 0.25
     terms = -slope * torch.arange(5).double()[None]
     attention = softmax_of_distances(terms)[0]
@@ -158,7 +158,7 @@ def test_the_closed_form_is_the_one_written_out() -> None:
     assert torch.allclose(softmax_of_distances(torch.zeros(1, 5))[0, 4], torch.full((5,), 0.2).double())
 
 
-def test_other_slopes_than_alibis_are_noticed() -> None:
+def test_slopes_other_than_those_of_alibi_fail_the_proposition() -> None:
     model = _ours("alibi")
     assert model.distance is not None
     model.distance.fixed *= 2
@@ -200,7 +200,7 @@ def test_the_rotary_bound_is_the_one_of_the_largest_product() -> None:
     "attention",
     [{"operation": {"kind": "sigmoid"}}, {"bias": {"kind": "k"}}, {"mask": {"kind": "window", "width": 4}}],
 )
-def test_attention_of_which_the_paper_proves_nothing_is_measured_without_the_check(attention: dict[str, Any]) -> None:
+def test_attention_outside_the_propositions_is_measured_without_the_check(attention: dict[str, Any]) -> None:
     model = _ours("rotary", **attention)
     with pytest.raises(InputError, match="causal softmax attention without biases"):
         check_propositions(adapt(model), [3], length=64)
@@ -210,7 +210,7 @@ def test_attention_of_which_the_paper_proves_nothing_is_measured_without_the_che
 
 
 @pytest.mark.parametrize("family", ["jamba, one attention layer of two", "falcon", "gpt-oss, sinks and window 5"])
-def test_types_whose_positions_are_not_known_are_refused(family: str) -> None:
+def test_model_types_with_unknown_positional_embeddings_are_refused(family: str) -> None:
     with pytest.raises(InputError, match="is not known"):
         check_propositions(adapt(pair_of(family)[0]), [3], length=64)
 

@@ -1,4 +1,4 @@
-"""A measurement on disk: the documented fields, whole files, damage noticed."""
+"""A measurement on disk: the documented fields, complete files, and errors for damaged ones."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def test_the_files_hold_the_documented_fields(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["measurement.json", "measurement.npz"]
 
 
-def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
+def test_a_loaded_measurement_equals_the_saved_one(tmp_path: Path) -> None:
     saved = made_measurement(bias=True)
     saved.save(tmp_path)
     loaded = Measurement.load(tmp_path)

@@ -1,4 +1,4 @@
-"""`--revision`: a version of a model of the hub, for its configuration, tokenizer and weights, and in the result."""
+"""`--revision` selects the config, tokenizer and weights of a version on the hub, and the result records it."""
 
 import io
 import json
@@ -85,7 +85,7 @@ def test_models_are_compared_at_a_version_and_not_mixed_with_another(hub: Path, 
 
 
 def test_several_versions_make_the_curve_of_a_training_run(hub: Path, tmp_path: Path) -> None:
-    """The step of each is read from its name; one that is not there does not stop the others."""
+    """The step of each is read from its name; a missing version does not stop the others."""
     named = ["--revision", "stage1-step20-tokens1B", "--revision", "step3", "--revision", "step30"]
     ran = sinklab(hub, "measure", NAME, *named, *OPTIONS, "--out", str(tmp_path))
     assert ran.returncode == 1, ran.stderr

@@ -26,7 +26,7 @@ from sinklab.train.run import load_run
 
 
 def _by_hand(run: Path, text: Path, bos: bool, fixed: dict[int, int]) -> Measurement:
-    """The same from the tokenizer that the data was prepared with, row by row."""
+    """The expected measurement, with rows made one by one by the tokenizer that the data was prepared with."""
     prepared_data = next((run.parent / "cache").rglob("tokenizer_config.json")).parent
     tokenizer = load_tokenizer(str(prepared_data))
     rows = []
@@ -110,7 +110,7 @@ def test_a_length_beyond_the_runs_context_is_refused(tmp_path: Path) -> None:
         measure_model(str(run), text, Request(length=LENGTH + 1))
 
 
-def test_the_step_of_an_unfinished_run_is_recorded_and_said(tmp_path: Path) -> None:
+def test_the_step_of_an_unfinished_run_is_recorded_and_shown(tmp_path: Path) -> None:
     run, text = trained_run(tmp_path, {})
     whole = measure_model(str(run), text, Request(sequences=4, length=8))
     assert (whole.step, whole.planned_steps, whole.notes) == (1, 1, [])

@@ -15,7 +15,7 @@ EPS = 0.1
 
 
 def models_without_learned_positions(family: str) -> tuple[Any, Any]:
-    """Tables of positions are made small, so that a token may be like the first one at all."""
+    """Tables of positions are made small, so that later tokens can be like the first one."""
     both = pair_of(family)
     with torch.no_grad():
         for model in both:
@@ -60,7 +60,7 @@ def test_sinks_at_any_position_are_those_of_the_familys_own_matrices_and_states(
 
 
 @pytest.mark.parametrize("family", [*TEN_FAMILIES, "qwen3"])
-def test_tokens_are_counted_where_they_are_sinks_past_the_first_few(family: str) -> None:
+def test_tokens_that_are_sinks_past_position_4_are_counted(family: str) -> None:
     model, eager = models_without_learned_positions(family)
     tokens = tokens_like_the_first()
     by_hand = read_eagerly(model, eager, tokens)

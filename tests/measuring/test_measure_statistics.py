@@ -1,4 +1,4 @@
-"""Statistics are declared once: what follows from it in files and documentation, and how often scores are read."""
+"""Statistics are declared once: their fields in files and documentation, and the number of passes over the scores."""
 
 import re
 from pathlib import Path
@@ -55,14 +55,14 @@ def _details(folder: Path) -> Details:
 
 
 @pytest.mark.parametrize("kind", [OfRows, OfStream])
-def test_a_statistic_that_does_not_say_how_it_is_read_cannot_be_declared(kind: type[OfRows | OfStream]) -> None:
+def test_a_statistic_without_a_read_method_cannot_be_declared(kind: type[OfRows | OfStream]) -> None:
     unread = type("Unread", (kind,), {"axes": "LH"})
     with pytest.raises(TypeError, match="read"):
         unread()
 
 
 @pytest.mark.parametrize("name", STATISTICS)
-def test_every_statistic_says_its_formula_here_and_in_the_documentation(name: str) -> None:
+def test_every_statistic_has_a_docstring_and_a_row_in_the_documentation(name: str) -> None:
     assert STATISTICS[name].__doc__
     section = DOCS.read_text(encoding="utf-8").partition("## Details")[2].partition("\n## ")[0]
     lines = [line.split("|") for line in section.splitlines() if line.startswith("|")]
@@ -95,7 +95,7 @@ def test_every_statistic_is_measured_and_its_fields_are_written(folder: Path) ->
         "map_cosine",
     ],
 )
-def test_a_measurement_of_before_a_statistic_was_added_still_loads(folder: Path, name: str) -> None:
+def test_a_measurement_saved_before_a_statistic_was_added_still_loads(folder: Path, name: str) -> None:
     _change(folder, without=name)
     details = _details(folder)
     assert getattr(details, name) is None
@@ -130,7 +130,7 @@ def test_scores_are_read_and_cosines_computed_once_for_all_statistics(monkeypatc
             seen.append(part)
             return super().block(part)
 
-    rows = score_rows(ScoreMatrix(q, k))  # a generator: it can be read but once
+    rows = score_rows(ScoreMatrix(q, k))  # a generator: it can be read only once
     means, _ = layer_details(rows, real_tokens(torch.ones(1, 9)), Counted(q, k, CAUSAL), [0])
     assert [(part.start, part.stop) for part in seen] == [(0, 4), (4, 8), (8, 9)]
     assert set(means) == {name for name, one in STATISTICS.items() if isinstance(one, OfRows)}
@@ -150,7 +150,7 @@ def test_running_sums_under_the_causal_mask_equal_the_sums_over_blocks() -> None
         torch.testing.assert_close(means, found[1][name], msg=name)
 
 
-def test_what_needs_queries_is_left_out_where_they_are_hidden() -> None:
+def test_statistics_of_angles_are_left_out_if_the_queries_are_not_available() -> None:
     q = torch.randn(1, 2, 9, 4, generator=torch.Generator().manual_seed(0))
     means, _ = layer_details(score_rows(ScoreMatrix(q, q)), real_tokens(torch.ones(1, 9)), angles=None)
     assert [name for name in means if isinstance(STATISTICS[name], OfAngles)] == []

@@ -98,14 +98,14 @@ def test_a_model_in_a_folder_of_a_repository_is_named_with_it(hub: Path, models:
         (f"beside/{INNER}/config.json", "inner", "config.json is a file"),
     ],
 )
-def test_a_subfolder_that_cannot_be_is_refused(run: Run, models: Path, model: str, subfolder: str, said: str) -> None:
+def test_an_invalid_subfolder_is_refused(run: Run, models: Path, model: str, subfolder: str, said: str) -> None:
     status, out, err = on_one_line(run)("measure", models / model, "--subfolder", subfolder, "--inputs", "random")
     assert (status, out) == (2, "")
     assert said in err
 
 
 def test_a_model_without_a_tokenizer_is_measured_on_ids_and_refused_for_a_text(run: Run, models: Path) -> None:
-    """transformers makes one of two tokens of its own, which would be measured without a word."""
+    """transformers makes up a tokenizer of two tokens, which must not be used silently."""
     folder = models / "above" / INNER
     status, out, err = on_one_line(run)("measure", folder, *FEW)
     assert (status, out) == (2, "")
@@ -121,7 +121,7 @@ def test_a_model_without_a_tokenizer_is_measured_on_ids_and_refused_for_a_text(r
     assert lab.measure(str(folder), inputs="repeat", sequences=2, length=8, explore=True).sequences == 2
 
 
-def test_another_tokenizer_is_named(run: Run, models: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_option_gives_a_tokenizer_to_a_model_without_one(run: Run, models: Path, tmp_path: Path) -> None:
     folder, text = models / "above" / INNER, text_file(tmp_path / "text.jsonl")
     expected = json.loads(run("measure", models / "beside" / INNER, "--text", text, *FEW)[1])["loss"]
     for place in (models / "above", models / "above" / "tokenizer.json"):

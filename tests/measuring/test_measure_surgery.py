@@ -1,4 +1,4 @@
-"""Surgery on models of many families: it does what it says, measured independently, and it leaves no trace."""
+"""Surgery on models of many families has the stated effect, checked independently, and is undone afterwards."""
 
 import copy
 from collections.abc import Callable
@@ -41,7 +41,7 @@ SURGERIES: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hidden_keys_are_those_that_were_taken_out_of_the_scores(family: str) -> None:
+def test_hiding_the_first_keys_equals_removing_them_from_the_scores_of_eager_attention(family: str) -> None:
     model, eager = pair_of(family)
     tokens = family_tokens()
     with scores_without_first_keys(N, LENGTH), alibi_once(family):
@@ -72,7 +72,7 @@ def test_the_first_keys_are_those_of_the_real_tokens(family: str, left: int, rig
 
 @pytest.mark.parametrize("surgery", ["masked", "zeroed"])
 @pytest.mark.parametrize("family", ["llama", "opt"])
-def test_surgery_reaches_the_body_of_a_model_called_alone(surgery: str, family: str) -> None:
+def test_surgery_applies_if_the_base_model_is_called_without_its_head(surgery: str, family: str) -> None:
     model, tokens = pair_of(family)[0], family_tokens()
     padded = torch.nn.functional.pad(tokens, (6, 0), value=9)
     given: dict[str, Any] = {"attention_mask": (torch.arange(padded.shape[1]) >= 6).long().expand_as(padded)}
@@ -100,7 +100,7 @@ def test_surgery_works_inside_of_a_probe_as_around_it() -> None:
 
 
 @pytest.mark.parametrize("ours", [False, True])
-def test_what_is_hidden_twice_is_hidden_from_either(ours: bool) -> None:
+def test_nested_contexts_hide_the_first_keys_of_both(ours: bool) -> None:
     model: Any = own_model("softmax") if ours else pair_of("llama")[0]
     tokens = own_tokens()
     with masked_first_keys(model, 4), masked_first_keys(model, 2):
@@ -143,7 +143,7 @@ def test_hidden_keys_of_our_model_are_those_of_an_explicit_mask(variant: str) ->
     first=st.integers(0, 9),
     size=st.integers(1, 9),
 )
-def test_blocks_of_a_mask_with_hidden_keys_know_what_they_see(
+def test_key_ranges_of_masks_with_hidden_keys_agree_with_the_allowed_keys(
     rest: masks.Mask, count: int, leading: int, first: int, size: int
 ) -> None:
     keys = 10
@@ -159,7 +159,7 @@ def test_blocks_of_a_mask_with_hidden_keys_know_what_they_see(
     assert bool(seen.any(1).all())
 
 
-def test_a_zeroed_channel_is_zero_there_and_the_rest_of_the_model_goes_on_from_it() -> None:
+def test_logits_with_a_zeroed_channel_are_those_of_the_later_layers_on_the_zeroed_state() -> None:
     model, tokens = pair_of("llama")[0], family_tokens()
     with torch.no_grad():
         found = model(tokens, output_hidden_states=True)
@@ -176,7 +176,7 @@ def test_a_zeroed_channel_is_zero_there_and_the_rest_of_the_model_goes_on_from_i
 
 
 @pytest.mark.parametrize("zeroed_first", [True, False])
-def test_other_hooks_read_the_zero_in_either_order(zeroed_first: bool) -> None:
+def test_other_hooks_see_the_zeroed_channel_whichever_is_registered_first(zeroed_first: bool) -> None:
     model, tokens = pair_of("llama")[0], family_tokens()
     reading = residual_stream(adapt(model).blocks, lambda hidden_BTC: hidden_BTC[:, 1, 5].clone())
     with torch.no_grad(), ExitStack() as stack:
@@ -190,7 +190,7 @@ def test_other_hooks_read_the_zero_in_either_order(zeroed_first: bool) -> None:
     assert not found[1].any()
 
 
-def test_a_zeroed_channel_of_our_model_stands_behind_the_sink_token() -> None:
+def test_zeroed_positions_of_our_model_are_counted_after_the_sink_token() -> None:
     model: Any = own_model("sink token")
     seen: list[torch.Tensor] = []
     with torch.no_grad(), zeroed(model, layer=2, position=2, dimension=5), zeroed(model, 2, 0, 7):
@@ -293,7 +293,7 @@ def test_the_first_keys_of_a_padded_exported_model_are_those_of_its_real_tokens(
         assert not torch.allclose(found, _logits(model, tokens))
 
 
-def test_a_zeroed_position_of_our_model_refuses_a_cache_with_tokens_only() -> None:
+def test_zeroing_a_position_of_our_model_accepts_an_empty_cache_and_refuses_a_filled_one() -> None:
     model: Any = own_model("sink token")
     tokens, past = own_tokens(), model.new_past()
     with torch.no_grad(), zeroed(model, 1, 1, 5):
@@ -334,7 +334,7 @@ def test_a_model_without_learned_positions_is_refused_and_so_are_positions_it_do
             pass
 
 
-def test_a_table_that_is_left_on_disk_is_refused_and_never_left_unchanged() -> None:
+def test_swapping_positions_in_an_offloaded_table_is_refused() -> None:
     config = hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32)
     model: Any = hf.AutoModelForCausalLM.from_config(config)
     model.transformer.wpe.to("meta")
@@ -342,14 +342,14 @@ def test_a_table_that_is_left_on_disk_is_refused_and_never_left_unchanged() -> N
         pass
 
 
-def test_opt_keeps_two_rows_before_its_first_position() -> None:
+def test_the_position_table_of_opt_leaves_out_its_first_two_rows() -> None:
     model = pair_of("opt")[0]
     table = adapt(model).position_table
     assert table is not None
     assert torch.equal(table[0], model.model.decoder.embed_positions.weight[2])
 
 
-def test_what_cannot_be_hidden_is_an_error_and_never_nothing() -> None:
+def test_hiding_keys_from_attention_that_gets_no_mask_is_an_error() -> None:
     class Own(torch.nn.Module):
         """Attention that is handed no mask."""
 
@@ -406,7 +406,7 @@ def test_a_static_cache_is_refused_as_any_cache() -> None:
         model(tokens, past_key_values=cache)
 
 
-def test_a_block_that_returns_a_list_returns_one_with_the_zero_too() -> None:
+def test_a_channel_is_zeroed_in_the_output_of_a_block_that_returns_a_list() -> None:
     model: Any = own_model("softmax")
     with torch.no_grad(), zeroed(model, layer=1, position=2, dimension=5):
         model.blocks[0].register_forward_hook(lambda *call: [call[-1], "rest"], prepend=True)

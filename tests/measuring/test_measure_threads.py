@@ -81,7 +81,7 @@ def test_threads_that_measure_different_models_do_not_disturb_each_other() -> No
         assert not [name for name in registry._global_mapping if name.startswith("sinklab")]
 
 
-def test_a_model_trains_as_alone_while_others_are_measured() -> None:
+def test_training_gives_the_same_weights_while_other_models_are_measured() -> None:
     jobs: list[Callable[[], Any]] = [
         _trained("llama"),
         _measured(pair_of("llama")[0], family_tokens()),
@@ -98,7 +98,7 @@ def test_a_model_trains_as_alone_while_others_are_measured() -> None:
         _assert_same(found, ours)
 
 
-def test_every_family_is_measured_in_a_thread_as_in_the_main_one() -> None:
+def test_families_are_measured_in_threads_as_in_the_main_thread() -> None:
     families = ["gpt2", "mistral, window 5", "gpt-oss, sinks and window 5", "mpt"]
     assert set(families) <= set(FAMILIES)
     jobs = [_measured(pair_of(family)[0], family_tokens()) for family in families]

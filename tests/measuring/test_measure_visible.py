@@ -117,7 +117,7 @@ def test_the_mean_over_visible_queries_is_that_of_the_familys_own_matrices(name:
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt-oss", "gpt-neo"])
-def test_padding_changes_nothing_of_it(name: str) -> None:
+def test_padding_does_not_change_the_importance_over_visible_queries(name: str) -> None:
     model, eager, windows = family(name)
     lengths, pads = (T, 3, 9), ((0, 0), (11, 0), (2, 3))  # the second is shorter than every window
     rows = [row[:length] for row, length in zip(tokens_of(3), lengths, strict=True)]
@@ -208,7 +208,7 @@ def test_our_models_agree_with_matrices_written_out(kind: str) -> None:
 
 
 @pytest.mark.parametrize("width", [None, T])
-def test_where_every_later_query_sees_a_key_there_is_one_number(width: int | None) -> None:
+def test_visible_importance_is_not_reported_if_every_later_query_sees_every_key(width: int | None) -> None:
     found = measure(ours({"mask": {"kind": "window", "width": width}} if width else {}), tokens_of())
     assert found.sink_rate_visible is None
     assert found.importance_visible is None
@@ -238,14 +238,14 @@ def test_a_note_says_which_layers_have_a_window_and_its_width(name: str, said: s
         ("documents", "no key is visible to more than 7 queries in all layers"),
     ],
 )
-def test_a_note_says_what_else_hides_or_shows_a_key(kind: str, said: str) -> None:
+def test_a_note_says_how_prefix_and_document_masks_change_the_visible_keys(kind: str, said: str) -> None:
     tokens = tokens_of(2).clamp(min=EOS + 1)
     tokens[:, 6] = EOS
     assert any(note.startswith(said) for note in measure(ours(MASKS[kind]), tokens).notes)
 
 
-def test_a_sink_that_a_window_dilutes_is_seen_in_the_second_number() -> None:
-    """Every query gives half of its attention to key 1 while it sees it: 0.5, not 0.5 w / T."""
+def test_importance_over_visible_queries_is_not_diluted_by_a_window() -> None:
+    """Over the queries that see key 1, its importance is T / w times the importance over all queries."""
     model, length, width = ours({"mask": {"kind": "window", "width": 16}}, 128), 128, 16
     tokens = torch.full((1, length), 7)
     found = measure(model, tokens)  # equal tokens under rotary: nearly uniform
@@ -270,7 +270,7 @@ def test_a_model_that_decodes_past_its_window_gives_the_same_as_one_pass() -> No
         assert one.view == other.view
 
 
-def test_with_gradients_it_is_the_same() -> None:
+def test_gradients_do_not_change_the_importance_over_visible_queries() -> None:
     model, eager, windows = family("gemma3")
     with sinklab.probe(model) as watch:
         model(tokens_of(), labels=tokens_of()).loss.backward()
@@ -288,7 +288,7 @@ def test_masks_that_are_added_to_the_scores_hide_keys_too() -> None:
     assert layer.visible_queries()[0, 0].tolist() == seen.sum(0).tolist()
 
 
-def test_the_files_and_the_terminal_have_both_numbers(tmp_path: Path) -> None:
+def test_the_files_and_the_terminal_have_the_sink_rate_over_visible_queries(tmp_path: Path) -> None:
     measured = measure(ours(MASKS["window"]), tokens_of(), eps=[EPS, 0.2])
     measured.save(tmp_path)
     document = json.loads((tmp_path / "measurement.json").read_text())

@@ -1,4 +1,4 @@
-"""`sinklab.monitor` in training loops: the numbers of the batch, and a training that does not change."""
+"""`sinklab.monitor` in training loops: its numbers are those of the batch, and it does not change the training."""
 
 import copy
 import math
@@ -74,7 +74,7 @@ def train(model: Any, tokens: torch.Tensor, monitored: bool, steps: int = 6) -> 
     return losses, [one.detach().clone() for one in model.parameters()]
 
 
-def test_losses_and_weights_are_the_same_bit_for_bit() -> None:
+def test_losses_and_weights_under_a_monitor_are_the_same_bit_for_bit() -> None:
 
     model, tokens = small_model(), family_tokens()
     for module in model.modules():
@@ -103,7 +103,7 @@ def test_padding_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("bias", [{}, {"bias": {"kind": "sink_logit"}}, {"bias": {"kind": "sink_token"}}])
-def test_our_transformer_is_monitored_as_measured(bias: dict[str, Any]) -> None:
+def test_the_numbers_of_our_transformer_are_those_of_a_measurement(bias: dict[str, Any]) -> None:
     sizes = {"layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 50, "context": 16}
     model = Transformer(ModelConfig.model_validate({**sizes, "attention": bias}), seed=3)
     tokens = torch.randint(50, (3, 16), generator=torch.Generator().manual_seed(2))
@@ -177,7 +177,7 @@ def test_the_trainer_logs_the_numbers(tmp_path: Any) -> None:
     assert heard == [entry["sink/rate"] for entry in logged]
 
 
-def test_a_padding_mask_is_read_by_position_as_by_name() -> None:
+def test_a_padding_mask_may_be_passed_by_position_or_by_name() -> None:
     model, tokens = small_model().eval(), family_tokens()
     mask = torch.ones_like(tokens)
     mask[0, : tokens.shape[1] // 2] = 0

@@ -1,4 +1,4 @@
-"""`sinklab.probe` on exported models: held against the formulas on explicit matrices, one sequence at a time."""
+"""`sinklab.probe` on exported models, compared with the formulas on explicit matrices, one sequence at a time."""
 
 import copy
 from pathlib import Path
@@ -56,7 +56,7 @@ def exported(name: str, tokenizer: Path) -> Any:
 
 @torch.no_grad()
 def expected(model: Any, row: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-    """alpha (H, T) of every core and of what is added to it (H,), from the matrices that the papers' formulas give."""
+    """alpha (H, T) of every core and the share of its biases (H,), from the matrices that the papers' formulas give."""
     exact = copy.deepcopy(model.transformer).double()
     cores, seen = [block.attention.core for block in exact.blocks if hasattr(block.attention, "core")], []
     for core in cores:
@@ -88,7 +88,7 @@ def check(model: Any, watch: Any, rows: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("name", one_in(4, [*ATTENTION, *TOGETHER]))
 @torch.no_grad()
-def test_a_forward_pass_is_recorded_as_the_formulas_have_it(name: str, tokenizer: Path) -> None:
+def test_the_records_of_a_forward_pass_equal_the_formulas(name: str, tokenizer: Path) -> None:
     model, rows = exported(name, tokenizer), list(some_tokens(3, 9))
     rows[1][3] = 0
     with sinklab.probe(model) as watch:
@@ -118,7 +118,7 @@ def test_padding_on_either_side_is_in_no_record(name: str, tokenizer: Path) -> N
 
 
 @torch.no_grad()
-def test_batches_add_up_and_registers_are_told_apart(tokenizer: Path) -> None:
+def test_batches_add_up_and_each_register_is_recorded_separately(tokenizer: Path) -> None:
     model, tokens_BT = exported("registers", tokenizer), some_tokens(4, 9)
     with sinklab.probe(model) as watch:
         model(tokens_BT[:2])
@@ -171,7 +171,9 @@ def test_measuring_inside_a_probe_is_not_recorded(tokenizer: Path) -> None:
 
 
 @torch.no_grad()
-def test_an_exported_llama_is_probed_as_before(tokenizer: Path, tmp_path: Path) -> None:
+def test_the_records_of_an_exported_llama_are_those_of_a_measurement_of_its_run(
+    tokenizer: Path, tmp_path: Path
+) -> None:
     run, tokens_BT = shaken_run("softmax", tokenizer), some_tokens(2, 9)
     write_directory(run, [], tmp_path / "llama")
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
@@ -181,7 +183,7 @@ def test_an_exported_llama_is_probed_as_before(tokenizer: Path, tmp_path: Path) 
 
 
 @torch.no_grad()
-def test_a_cache_of_an_exported_model_is_followed_or_refused(tokenizer: Path) -> None:
+def test_a_cache_of_an_exported_model_that_was_changed_or_not_recorded_is_refused(tokenizer: Path) -> None:
     model, tokens_BT = exported("sink_token", tokenizer), some_tokens(3, 9)
     for change, says in (
         (lambda past: past.reorder_cache(torch.tensor([1, 0, 2])), "cached sequences were replaced or reordered"),
@@ -199,7 +201,7 @@ def test_a_cache_of_an_exported_model_is_followed_or_refused(tokenizer: Path) ->
 
 
 @torch.no_grad()
-def test_the_view_of_several_passes_is_the_widest_of_one() -> None:
+def test_the_view_of_several_passes_is_the_widest_of_them() -> None:
     config = own_model("prefix").config  # a prefix of three tokens
     model = SinklabForCausalLM(SinklabConfig(config.model_dump(mode="json"))).eval()
     with sinklab.probe(model) as watch:

@@ -1,4 +1,4 @@
-"""`sinklab.probe` around `generate`: what it returns is what is recorded, or it is refused with what to do."""
+"""`sinklab.probe` around `generate` records the returned sequences; other ways of generating are refused."""
 
 import copy
 from typing import Any
@@ -125,7 +125,7 @@ def test_guidance_which_reads_other_sequences_too_is_refused(model: Any) -> None
         assert len(watch.layers) == SMALL["num_hidden_layers"]
 
 
-def test_an_assistant_and_beams_that_the_model_asks_for_are_refused_too(model: Any, other: Any) -> None:
+def test_an_assistant_model_and_beams_of_the_generation_config_are_refused(model: Any, other: Any) -> None:
     with sinklab.probe(model), pytest.raises(SinklabError, match=r"^assisted generation"):
         model.generate(PROMPTS[:1], max_new_tokens=3, assistant_model=other)
     model.generation_config.num_beams = 4
@@ -155,7 +155,7 @@ def test_a_model_measured_from_its_own_matrices_generates_without_a_cache() -> N
 
 
 @torch.no_grad()
-def test_beams_are_measured_by_reading_what_was_returned(model: Any) -> None:
+def test_a_forward_pass_over_the_output_of_beam_search_is_recorded(model: Any) -> None:
     text_BT = model.generate(PROMPTS, max_new_tokens=6, num_beams=3, do_sample=False, eos_token_id=None)
     with sinklab.probe(model) as watch:
         model(text_BT)
@@ -188,7 +188,7 @@ def test_a_static_cache_is_refused_with_what_to_use(model: Any) -> None:
 
 
 @torch.no_grad()
-def test_a_cache_that_was_cut_or_is_an_earlier_one_is_refused(model: Any) -> None:
+def test_an_earlier_copy_of_a_cache_is_refused_as_cropped(model: Any) -> None:
     cache: Any = hf.DynamicCache(config=model.config)
     with sinklab.probe(model):
         model(PROMPTS, past_key_values=cache)
@@ -199,7 +199,7 @@ def test_a_cache_that_was_cut_or_is_an_earlier_one_is_refused(model: Any) -> Non
 
 
 @torch.no_grad()
-def test_rows_that_are_the_same_may_be_exchanged(model: Any) -> None:
+def test_equal_rows_of_a_cache_may_be_exchanged(model: Any) -> None:
     """The cache has copies of one prompt, for several continuations."""
     cache: Any = hf.DynamicCache(config=model.config)
     same_BT = PROMPTS[:1].expand(2, -1)

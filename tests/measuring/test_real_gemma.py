@@ -1,6 +1,6 @@
 """Gemma 3 270M, whose layers 6, 12 and 18 see all keys and the others a window of 512, against the definitions.
 
-Where neither the folder of real data nor the Python environment has it, these tests are skipped.
+These tests are skipped if neither the folder of real data nor the Python environment has the model.
 """
 
 import re
@@ -75,7 +75,7 @@ def test_sink_norms_and_massive_activation_with_bos_are_those_of_the_definition(
     assert top.ratio_to_median == pytest.approx(float(first_sequence.max() / first_sequence.median()), rel=1e-3)
 
 
-def test_so_is_the_sink_without_bos(read: tuple[Any, Any], text: Path) -> None:
+def test_the_sink_without_bos_is_that_of_the_definition(read: tuple[Any, Any], text: Path) -> None:
     model, tokenizer = read
     tokens = first_tokens(tokenizer, text, SEQUENCES, LENGTH)
     measured = sinklab.measure(model, tokens, bos=False)
@@ -83,7 +83,9 @@ def test_so_is_the_sink_without_bos(read: tuple[Any, Any], text: Path) -> None:
     agree(measured, reference(model, tokens))
 
 
-def test_beyond_the_window_both_means_are_those_of_the_definition(read: tuple[Any, Any], text: Path) -> None:
+def test_beyond_the_window_means_over_all_and_visible_queries_are_those_of_the_definition(
+    read: tuple[Any, Any], text: Path
+) -> None:
     model, tokenizer = read
     tokens = with_bos(model, first_tokens(tokenizer, text, 1, WINDOW + 127))
     found, expected = sinklab.measure(model, tokens, bos=True, loss=False), reference(model, tokens)
@@ -116,7 +118,7 @@ def test_the_token_ids_of_texts_and_conversations_are_those_of_transformers(
     assert read_tokens(opened, data_dir / rows, asked).tokens_NT.tolist() == expected
 
 
-def test_gemma_without_bos_is_named_with_the_loss_that_it_costs(opened: Model, text: Path) -> None:
+def test_a_note_says_by_how_much_the_loss_of_gemma_is_higher_without_bos(opened: Model, text: Path) -> None:
     asked = Request(sequences=8, length=LENGTH)
     assert opened.special == opened.bos_ids
     assert not any("needs its BOS" in note for note in measure_loaded(opened, text, asked).notes)

@@ -67,7 +67,9 @@ def test_sink_rates_are_those_of_the_definition(measured: Measurement, expected:
     assert measured.loss == pytest.approx(expected.loss, rel=1e-5)
 
 
-def test_so_are_the_angles_norms_and_secondary_sinks(measured: Measurement, expected: Reference) -> None:
+def test_angles_norms_and_secondary_sinks_are_those_of_the_definition(
+    measured: Measurement, expected: Reference
+) -> None:
     assert measured.details is not None
     cosine = measured.details.cosine
     assert cosine is not None
@@ -90,9 +92,7 @@ def test_the_massive_activation_is_in_channel_507_of_the_first_token(
     assert top.ratio_to_median == pytest.approx(float(first_sequence.max() / first_sequence.median()), rel=1e-3)
 
 
-def test_its_massive_activation_can_be_taken_away_and_the_sink_moves_where_the_first_key_is_hidden(
-    file: Path, text: Path
-) -> None:
+def test_ablations_remove_the_massive_activation_and_move_the_sink_to_the_second_token(file: Path, text: Path) -> None:
     names = ("mask_first:1", "zero_massive", "zero_massive:2")
     measured = measure_model(str(file), text, Request(sequences=10, length=LENGTH, study=Study(ablate=names)))
     hidden, removed, once = measured.ablations or []

@@ -68,7 +68,7 @@ def with_a_block_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class CausalSelfAttention(nn.Module):
-    """That of nanoGPT, with any function of the queries, keys and values."""
+    """The attention of nanoGPT, with any function of the queries, keys and values."""
 
     def __init__(self, attend: Attend) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def test_a_direct_call_of_forward_is_watched_too() -> None:  # as run_with_hooks
     np.testing.assert_allclose(watch.measurement().importance, sinklab.measure(gpt2(), TOKENS).importance, rtol=1e-5)
 
 
-def test_a_wrapper_with_the_config_of_its_model_is_no_model_of_transformers() -> None:
+def test_a_wrapper_with_the_config_of_its_model_is_refused_by_measure_and_can_be_watched() -> None:
     class Bridge(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -244,7 +244,7 @@ def test_a_measurement_without_norms_is_saved_and_drawn(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_a_score_function_and_a_window_are_those_of_the_matrix() -> None:
+def test_importance_with_a_score_function_and_a_window_is_that_of_the_explicit_matrix() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 12, 8) for heads in (4, 2, 2))
     slopes_H = 2.0 ** -torch.arange(1, 5)
@@ -291,7 +291,7 @@ def test_weights_after_training_under_a_watch_are_the_same_bit_for_bit() -> None
     assert all(map(torch.equal, trained(True), trained(False)))
 
 
-def test_record_attention_does_nothing_outside_and_functions_are_restored() -> None:
+def test_record_attention_does_nothing_outside_a_watch_and_patched_functions_are_restored() -> None:
     before = F.scaled_dot_product_attention
     sinklab.record_attention(torch.ones(3))
     with sinklab.watch_attention(nano_gpt(fused)) as watch, sinklab.watch_attention(nn.Linear(2, 2)):
@@ -408,7 +408,7 @@ REFUSED: list[tuple[Attend, type[SinklabError], str]] = [
 
 @pytest.mark.parametrize(("attend", "error", "says"), REFUSED)
 @torch.no_grad()
-def test_what_cannot_be_measured_is_refused(attend: Attend, error: type[SinklabError], says: str) -> None:
+def test_attention_that_cannot_be_measured_is_refused(attend: Attend, error: type[SinklabError], says: str) -> None:
     model = nano_gpt(attend)
     with sinklab.watch_attention(model) as watch, pytest.raises(error, match=says):
         model(TOKENS)
