@@ -153,8 +153,12 @@ def test_a_server_is_given_only_formats_that_it_can_have_for_the_model() -> None
         assert servers["SGLang"].endswith("--kv-cache-dtype fp8_e4m3")
     llama = advised(made, windows=True).servers["llama.cpp"]
     assert llama.endswith("-ctk q8_0 -ctv q8_0  # the cache of layers with windows cannot be shifted")
-    assert advised(made, width=80).servers["llama.cpp"].endswith(
-        "-ctk f16 -ctv f16 --context-shift --keep 4  # q8_0 and q4_0 need a head width that is a multiple of 32"
+    assert (
+        advised(made, width=80)
+        .servers["llama.cpp"]
+        .endswith(
+            "-ctk f16 -ctv f16 --context-shift --keep 4  # q8_0 and q4_0 need a head width that is a multiple of 32"
+        )
     )
 
 
