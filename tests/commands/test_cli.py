@@ -1,4 +1,4 @@
-"""The command line as its users meet it: results on stdout, sentences on stderr, exit statuses."""
+"""The command line: results on stdout, messages on stderr, and exit statuses."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def test_the_help_of_measure_fits_two_screens(run: Run, monkeypatch: pytest.Monk
     assert [name for name in PANELS if f"─ {name} ─" in out] == ["Input", "Measured", "Output", "Advanced"]
 
 
-def test_the_help_of_train_names_every_recipe_that_comes_along(run: Run) -> None:
+def test_the_help_of_train_names_every_included_recipe(run: Run) -> None:
     _, out, _ = run("train", "--help")
     recipes = {path.stem for path in (Path(sinklab.__file__).parent / "recipes").glob("*.yaml")}
     assert recipes <= set(re.findall(r"[\w-]+", out))
@@ -55,7 +55,7 @@ def test_the_help_of_reproduce_names_every_scale(run: Run) -> None:
     assert set(SCALES) <= set(re.findall(r"\w+", out))
 
 
-def test_the_help_of_lab_speaks_of_no_model_to_measure(run: Run) -> None:
+def test_the_help_of_lab_has_the_option_text_and_no_option_model(run: Run) -> None:
     _, out, _ = run("lab", "--help")
     assert "--text" in out
     assert "--model" not in out
@@ -66,7 +66,7 @@ def test_the_version_is_printed_and_nothing_else(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("typed", "offered"), [("sinklab mea", "measure"), ("sinklab measure --by", "--by-domain")])
-def test_a_shell_is_offered_commands_and_options(typed: str, offered: str) -> None:
+def test_shell_completion_offers_commands_and_options(typed: str, offered: str) -> None:
     env = os.environ | {"_SINKLAB_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
     code = "import sys; sys.argv[0] = 'sinklab'; from sinklab.commands.app import main; main()"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
@@ -91,7 +91,9 @@ def test_tables_that_cannot_be_written_are_refused_before_measuring(
     assert not Path("here").exists()
 
 
-def test_train_measure_and_report_from_text_to_page(run: Run, text: Path, tmp_path: Path) -> None:
+def test_train_measure_and_report_work_one_after_another_and_write_their_files(
+    run: Run, text: Path, tmp_path: Path
+) -> None:
     status, out, err = run("train", "tiny", *settings(text), "--out", "one", "--json")
     assert status == 0, err
     assert json.loads(out)["schema"] == 1
@@ -128,7 +130,7 @@ def test_train_measure_and_report_from_text_to_page(run: Run, text: Path, tmp_pa
         (OSError(40, "Too many levels of symbolic links", "loop"), "cannot access loop: Too many levels"),
     ],
 )
-def test_a_path_that_cannot_be_accessed_ends_in_a_sentence(
+def test_an_inaccessible_path_is_reported_without_a_traceback(
     error: Exception, said: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*given: object) -> None:
@@ -153,7 +155,7 @@ def test_names_in_messages_are_not_replaced_by_emoji(run: Run) -> None:
     assert "recipe :fire: not found" in run("train", ":fire:")[2]
 
 
-def test_training_twice_continues_instead(run: Run, text: Path, tmp_path: Path) -> None:
+def test_training_into_the_directory_of_a_run_continues_it(run: Run, text: Path, tmp_path: Path) -> None:
     run("train", "tiny", *settings(text), "--out", "one")
     before = (tmp_path / "one" / "metrics.jsonl").read_text()
     assert run("train", "tiny", *settings(text), "--out", "one")[0] == 0
@@ -202,7 +204,7 @@ def test_lab_trains_six_models_and_judges_them(run: Run, text: Path, tmp_path: P
     assert summary["cells"]["k_biases"]["sink_rate_bias"] is not None
     ids = {claim["id"] for claim in summary["claims"]}
     assert ids >= {"bias_frees_the_first_token", "no_sink_without_normalisation"}
-    for claim in summary["claims"]:  # of which five seeds gave something else, as their runs were longer
+    for claim in summary["claims"]:  # committed verdicts of five seeds are not cited, as their runs were longer
         assert (claim["verdict"], claim["seeds"], claim["scale"]) == ("no verdict", 1, "lab")
         assert re.search(r" at [01] of 1 seed|In [01] of 1 pair", claim["evidence"])
         assert claim["elsewhere"] == ""
@@ -224,7 +226,7 @@ def test_the_end_of_training_says_if_importance_is_of_proxy_scores(run: Run, tex
         assert f"over 0.3 of their {weights}" in " ".join(out.split())
 
 
-def test_prepared_data_can_be_trained_on_and_the_end_says_how_to_compare(run: Run, text: Path, tmp_path: Path) -> None:
+def test_training_on_prepared_data_ends_with_commands_for_a_comparison(run: Run, text: Path, tmp_path: Path) -> None:
     status, out, err = run("data", "prepare", text, "--tokenizer", "train:300", "--out", "tokens")
     assert status == 0, err
     assert "training" in out
@@ -297,7 +299,7 @@ def test_ctrl_c_saves_and_the_same_call_continues(text: Path, tmp_path: Path) ->
     assert "step 0/" not in first
 
 
-def test_what_is_encoded_of_the_paper_is_listed(run: Run) -> None:
+def test_experiments_coverage_lists_the_encoded_parts_of_the_paper(run: Run) -> None:
     status, out, err = run("experiments", "--coverage")
     assert status == 0, err
     assert "proposition_4" in out

@@ -25,7 +25,7 @@ def test_a_cause_is_not_cut_where_its_line_ends_with_a_colon(said: str, line: st
     assert cause(ValueError(said)) == (line or long)
 
 
-def test_space_is_asked_for_where_the_disk_is_full_and_not_where_a_file_is_in_the_way(tmp_path: Path) -> None:
+def test_an_error_asks_to_free_space_only_if_the_disk_is_full(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     wrapped = SinklabError("process 0: it broke")
     wrapped.__cause__ = full
@@ -49,5 +49,5 @@ def test_space_is_asked_for_where_the_disk_is_full_and_not_where_a_file_is_in_th
         (OSError("not enough memory"), False),
     ],
 )
-def test_what_the_allocators_say_is_known(error: Exception, is_it: bool) -> None:
+def test_out_of_memory_errors_of_allocators_are_recognised(error: Exception, is_it: bool) -> None:
     assert is_out_of_memory(error) == is_it

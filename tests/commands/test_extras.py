@@ -38,7 +38,9 @@ def test_the_packages_of_an_extra_are_named(tmp_path: Path, monkeypatch: pytest.
         assert shlex.split(install_command(extra)) == [*PIP, *needed]
 
 
-def test_a_source_that_is_not_installed_is_installed_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_sinklab_is_not_installed_the_command_installs_its_checkout_with_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def missing(name: str) -> None:
         raise PackageNotFoundError(name)
 
@@ -48,7 +50,7 @@ def test_a_source_that_is_not_installed_is_installed_with_the_extra(monkeypatch:
     assert where == "checkout of sinklab"
 
 
-def test_every_extra_that_is_named_exists_and_no_index_is_promised(checkout: Path) -> None:
+def test_every_extra_named_in_docs_and_code_exists_and_none_is_installed_from_an_index(checkout: Path) -> None:
     known = set(tomllib.loads((checkout / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     pages = [path for path in checkout.glob("docs/*.md") if path.name != "log.md"]
     text = {path: path.read_text(encoding="utf-8") for path in (checkout / "README.md", *pages)}

@@ -125,7 +125,7 @@ def test_an_error_of_a_validator_keeps_its_sentence() -> None:
         ({"cuont": 4}, "cuont 4: Extra inputs are not permitted"),
     ],
 )
-def test_what_is_not_valid_is_named_by_its_option(values: dict[str, object], said: str) -> None:
+def test_an_invalid_value_is_reported_with_its_option(values: dict[str, object], said: str) -> None:
     with pytest.raises(InputError, match=f"^{said}"):
         Outer(**values)  # type: ignore[arg-type]
 
@@ -139,6 +139,6 @@ def test_a_missing_value_is_named_without_the_others() -> None:
         Needs(count=4)  # type: ignore[call-arg]
 
 
-def test_settings_are_written_and_read_by_themselves() -> None:
+def test_settings_are_unchanged_after_a_dump_and_a_validation() -> None:
     settings = Outer(sizes=(4, 5), pair=(1, 2))
     assert Outer.model_validate(settings.model_dump()) == settings

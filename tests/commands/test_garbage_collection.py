@@ -1,4 +1,4 @@
-"""Garbage is looked for less often than by default, as modules that are imported stay."""
+"""Commands collect garbage less often than Python's default, because imported modules stay in memory."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ except SystemExit as ended:
 """
 
 
-def test_commands_look_for_garbage_less_often() -> None:
+def test_commands_raise_the_threshold_of_the_garbage_collector() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2", "True", "True", "True"]
 

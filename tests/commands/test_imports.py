@@ -37,7 +37,7 @@ def python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_import_sinklab_brings_in_nothing_heavy() -> None:
+def test_importing_sinklab_loads_no_heavy_library() -> None:
     code = f"import sys, sinklab, sinklab.commands.app; print([m for m in {HEAVY} if m in sys.modules])"
     assert python(code) == "[]"
 

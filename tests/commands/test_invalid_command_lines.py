@@ -1,4 +1,4 @@
-"""Command lines that a hurried user gives by mistake: a sentence on what is wrong, and no work done before it."""
+"""Mistakes in command lines are refused with the reason and before any work."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ LONG = "x" * 5000
 
 
 @pytest.mark.parametrize("command", [[], ["data"]])
-def test_a_command_without_arguments_shows_its_help_and_complains_of_nothing(run: Run, command: list[str]) -> None:
+def test_a_command_without_arguments_shows_its_help_without_an_error_message(run: Run, command: list[str]) -> None:
     status, out, err = run(*command)
     assert "Usage" in out
     assert (status, err) == (2, "")
@@ -42,7 +42,7 @@ def test_a_name_that_is_too_long_is_refused(run: Run, tmp_path: Path, command: l
     assert len(err) < 1000
 
 
-def test_a_file_without_a_recipe_is_no_recipe(run: Run, tmp_path: Path) -> None:
+def test_a_recipe_file_without_keys_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("\n# nothing\n")
     status, _, err = on_one_line(run)("train", "empty.yaml", "--dry-run")
     assert status == 2
@@ -59,7 +59,7 @@ def test_a_file_without_a_recipe_is_no_recipe(run: Run, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_model_is_not_loaded_without_text_or_for_more_than_its_context(
+def test_an_empty_text_or_a_length_above_the_context_is_refused_before_the_model_is_loaded(
     run: Run, tmp_path: Path, command: tuple[object, ...], says: str
 ) -> None:
     for name in ("model", "b"):
@@ -71,13 +71,13 @@ def test_a_model_is_not_loaded_without_text_or_for_more_than_its_context(
     assert "weights" not in err
 
 
-def test_a_text_that_is_not_there_is_missed_by_a_dry_run_as_well(run: Run, tmp_path: Path) -> None:
+def test_a_dry_run_refuses_a_missing_text(run: Run, tmp_path: Path) -> None:
     status, out, err = run("reproduce", "table_1", "--model", tmp_path, "--text", "nowhere.txt", "--dry-run")
     assert (status, out) == (2, "")
     assert "no text at nowhere.txt" in err
 
 
-def test_a_type_that_transformers_does_not_know_is_not_a_missing_package(run: Run, tmp_path: Path) -> None:
+def test_an_unknown_model_type_is_not_reported_as_a_missing_package(run: Run, tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
     (model / "config.json").write_text('{"model_type": "martian"}')
     status, _, err = on_one_line(run)("measure", model, "--inputs", "random")
@@ -86,7 +86,7 @@ def test_a_type_that_transformers_does_not_know_is_not_a_missing_package(run: Ru
     assert "install" not in err
 
 
-def test_weights_of_another_size_are_not_an_incomplete_directory(run: Run, tmp_path: Path) -> None:
+def test_weights_whose_shapes_do_not_match_the_config_are_refused_with_that_reason(run: Run, tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "n_embd": 32}))
@@ -104,7 +104,7 @@ def test_a_folder_with_a_recipe_is_not_taken_for_a_run(run: Run, tmp_path: Path)
         assert "is not a run directory: its recipe.yaml has no model.vocab_size" in err
 
 
-def test_an_environment_of_another_form_is_named(run: Run, tmp_path: Path) -> None:
+def test_a_malformed_env_json_is_named_in_the_error(run: Run, tmp_path: Path) -> None:
     trained, text = trained_run(tmp_path, {})
     for content in ("[1]", '{"hash": 1}', '{"hash": "0", "continues": [1]}'):
         (trained / "env.json").write_text(content)

@@ -70,14 +70,14 @@ def test_a_report_replaces_a_report_and_no_other_file(run: Run, tmp_path: Path) 
         assert (tmp_path / name).read_text() == before
 
 
-def test_a_report_by_default_leaves_a_page_of_the_users_alone(run: Run, tmp_path: Path) -> None:
+def test_a_report_at_its_default_path_does_not_replace_a_file_of_the_user(run: Run, tmp_path: Path) -> None:
     made = make_run(tmp_path / "run")
     (made / "report.html").write_text(NOTES)
     assert run("report", made)[0] == 2
     assert (made / "report.html").read_text() == NOTES
 
 
-def test_a_report_goes_through_a_link_to_its_target(run: Run, tmp_path: Path) -> None:
+def test_a_report_is_written_to_the_target_of_a_symbolic_link(run: Run, tmp_path: Path) -> None:
     made = make_measurement(tmp_path / "model")
     (tmp_path / "site").mkdir()
     (tmp_path / "link.html").symlink_to("site/page.html")
@@ -91,7 +91,7 @@ def test_a_report_goes_through_a_link_to_its_target(run: Run, tmp_path: Path) ->
     assert (tmp_path / "notes.txt").read_text() == NOTES
 
 
-def test_a_report_never_replaces_what_is_no_file(run: Run, tmp_path: Path) -> None:
+def test_a_report_never_replaces_a_pipe_a_device_a_folder_or_a_circular_link(run: Run, tmp_path: Path) -> None:
     made = make_measurement(tmp_path / "model")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "circle").symlink_to("circle")
@@ -117,7 +117,7 @@ def test_charts_replace_charts_and_no_other_file(run: Run, tmp_path: Path, kind:
     assert chart.read_text() == NOTES
 
 
-def test_a_picture_with_its_mark_is_still_one(tmp_path: Path) -> None:
+def test_a_png_with_the_mark_of_sinklab_is_still_valid(tmp_path: Path) -> None:
     import struct
     import zlib
 
@@ -150,7 +150,9 @@ def test_a_measurement_replaces_a_measurement_and_no_other_file(
 
 @pytest.mark.parametrize("name", ["measurement.json", "summary.json", "report.html", "comparison.json", "request.json"])
 @pytest.mark.usefixtures("no_model_is_loaded")
-def test_files_of_the_users_are_seen_before_any_work(run: Run, model: Path, tmp_path: Path, name: str) -> None:
+def test_a_file_of_the_user_in_the_output_folder_is_refused_before_any_work(
+    run: Run, model: Path, tmp_path: Path, name: str
+) -> None:
     again = tiny_model(tmp_path / "again")
     calls: dict[str, tuple[str, tuple[object, ...]]] = {
         "measurement.json": ("out", ("measure", model, "--inputs", "random")),
@@ -169,7 +171,7 @@ def test_files_of_the_users_are_seen_before_any_work(run: Run, model: Path, tmp_
 
 
 @pytest.mark.usefixtures("no_model_is_loaded")
-def test_a_place_that_cannot_be_written_is_seen_before_any_work(run: Run, model: Path, tmp_path: Path) -> None:
+def test_an_unwritable_output_path_is_refused_before_any_work(run: Run, model: Path, tmp_path: Path) -> None:
     again = tiny_model(tmp_path / "again")
     (tmp_path / "file").write_text(NOTES)
     generated = ("--inputs", "random")
@@ -191,7 +193,7 @@ def test_a_place_that_cannot_be_written_is_seen_before_any_work(run: Run, model:
     assert (tmp_path / "file").read_text() == NOTES
 
 
-def test_a_place_that_is_refused_for_something_else_is_not_made(run: Run, model: Path, tmp_path: Path) -> None:
+def test_the_output_folder_is_not_made_if_another_option_is_refused(run: Run, model: Path, tmp_path: Path) -> None:
     assert run("measure", model, "--inputs", "random", "--out", "new/er", "--device", "no such")[0] == 2
     assert not (tmp_path / "new").exists()
 
@@ -205,7 +207,7 @@ def test_the_measurement_of_a_run_is_not_replaced(run: Run, model: Path, tmp_pat
     assert (made / "measurement.json").read_bytes() == before
 
 
-def test_a_result_that_cannot_be_saved_after_all_is_printed(
+def test_a_result_that_cannot_be_saved_on_a_full_disk_is_printed(
     run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     again = tiny_model(tmp_path / "again")
@@ -260,14 +262,14 @@ def test_a_preparation_replaces_no_file_put_beside_the_lock_of_a_failed_one(
     assert path.read_text() == NOTES
 
 
-def test_a_preparation_does_not_take_a_file_for_its_folder(run: Run, tmp_path: Path) -> None:
+def test_a_preparation_into_a_path_that_is_a_file_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text(NOTES)
     status, _, err = run("data", "prepare", "texts", "--tokenizer", "train:300", "--out", "mine")
     assert status == 2
     assert "cannot write into mine: it, or a folder above it, is a file" in err
 
 
-def test_an_empty_report_is_drawn_again(tmp_path: Path) -> None:
+def test_an_empty_report_file_is_replaced(tmp_path: Path) -> None:
     made = make_measurement(tmp_path / "model", layers=1, heads=1)
     (made / "report.html").write_text("")
     write_report([made])

@@ -1,4 +1,4 @@
-"""Without a terminal long work prints a line every ten seconds, on every command's progress."""
+"""Without a terminal, all commands print the progress of long work every ten seconds."""
 
 import io
 import threading
@@ -19,7 +19,7 @@ from sinklab.survey.measure import measure_model
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """A clock that is set by the test."""
 
     now = 0.0
 
@@ -129,7 +129,7 @@ def test_lines_of_a_long_phase_differ() -> None:
     ]  # fmt: skip
 
 
-def test_after_its_first_events_a_step_is_where_they_left_it() -> None:
+def test_after_its_first_event_a_step_is_printed_with_its_progress() -> None:
     printed, clock = io.StringIO(), Clock()
     progress = JobProgress(Console(file=printed, width=200), phase="reading gpt2", clock=clock)
     clock.now = 8.0
@@ -164,7 +164,7 @@ def test_the_phase_is_printed_while_the_work_itself_prints_nothing(monkeypatch: 
 
 
 @pytest.mark.parametrize("command", ["measure", "assess"])
-def test_a_command_names_what_it_reads_first(
+def test_a_command_prints_that_it_is_reading_the_model_and_the_text(
     command: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sinklab.commands.terminal.PROGRESS_INTERVAL", 0.0)
@@ -176,7 +176,7 @@ def test_a_command_names_what_it_reads_first(
     assert f"reading {model} and the text, 1 s so far\n" in err
 
 
-def test_a_terminal_has_bars_in_their_place() -> None:
+def test_no_progress_lines_are_printed_in_a_terminal() -> None:
     printed, clock = io.StringIO(), Clock()
     move = steps(Console(file=printed, width=200, force_terminal=True), clock)
     clock.now = 60.0
@@ -192,6 +192,6 @@ def test_ablations_are_a_part_of_the_progress(tmp_path: Path) -> None:
         Request(sequences=4, length=16, study=Study(ablate=("mask_first:1", "zero_massive", "mask_first:2"))),
         progress=lambda done, total: seen.append((done, total)),
     )
-    assert {total for _, total in seen} == {4 * 6}  # itself, three ablations, two losses over later targets
+    assert {total for _, total in seen} == {4 * 6}  # no ablation, three ablations, two losses over later targets
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1][0] == 24

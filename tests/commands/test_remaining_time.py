@@ -17,7 +17,7 @@ UPDATE, EVALUATION = 2.0, 7.0
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """A clock that is set by the test."""
 
     now = 0.0
 
@@ -61,7 +61,7 @@ def test_a_run_that_is_continued_is_not_timed_from_its_beginning() -> None:
         assert display.seconds_left() == 20 * UPDATE
 
 
-def test_updates_made_before_they_were_watched_do_not_raise_the_speed() -> None:
+def test_updates_from_before_this_call_do_not_raise_the_estimated_speed() -> None:
     clock, kept = Clock(), [f"kept {number}" for number in range(63)]
     new = [f"new {number}" for number in range(82)]
     with RunDisplay(Console(file=io.StringIO()), dict.fromkeys([*kept, "held", *new], STEPS), clock) as display:
@@ -87,7 +87,7 @@ def test_a_failed_run_does_not_discard_the_observed_speed() -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_the_board_says_after_some_steps_when_all_will_be_done_and_keeps_saying_it(terminal: bool) -> None:
+def test_the_display_shows_the_time_left_for_all_runs_from_the_first_steps_to_the_last(terminal: bool) -> None:
     printed, clock = io.StringIO(), Clock()
     console = Console(file=printed, width=200, force_terminal=terminal)
     with RunDisplay(console, {"a": 1000, "b": 1000}, clock) as display:
@@ -116,7 +116,7 @@ def lines_of_a_run(width: int) -> list[str]:
     return printed.getvalue().splitlines()
 
 
-def test_a_line_per_evaluation_says_what_came_out_and_what_is_left() -> None:
+def test_the_line_of_an_evaluation_gives_its_results_and_the_time_left() -> None:
     lines = lines_of_a_run(200)
     assert lines[0] == "one: step 0/100  loss 3.000  Sink_1 1.0 %  100 tokens/s"
     assert any(line.startswith("one: step 90/100  loss 3.000  Sink_1 1.0 %") for line in lines)
@@ -142,11 +142,11 @@ def test_a_line_that_is_piped_is_not_broken_at_the_width_of_a_terminal() -> None
         (86400 * 475529, "1,302 years"),
     ],
 )
-def test_durations_are_said_as_people_say_them(seconds: float, said: str) -> None:
+def test_durations_are_rounded_to_readable_units(seconds: float, said: str) -> None:
     assert duration(seconds) == said
 
 
-def test_a_dry_run_says_if_the_machine_is_busy() -> None:
+def test_a_busy_machine_is_reported_from_a_load_of_half_its_cores() -> None:
     assert busy_line(0.4, 2) == ""
     assert "about 3.0 processes already want its two cores" in busy_line(3.0, 2)
     assert "up to 2.5 times as long" in busy_line(3.0, 2)

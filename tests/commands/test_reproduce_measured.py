@@ -1,4 +1,4 @@
-"""`sinklab reproduce` of experiments on existing models: what it leaves, what it refuses, and that it goes on."""
+"""`sinklab reproduce` of experiments on existing models: its files, refused options, failed domains and resumption."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def without_cost(summary: dict[str, Any]) -> dict[str, Any]:
     return summary
 
 
-def test_it_leaves_measurements_a_summary_and_a_page_and_prints_the_summary(run: Run) -> None:
+def test_reproduce_writes_measurements_a_summary_and_a_page_and_prints_the_summary(run: Run) -> None:
     status, out, err = run("reproduce", "mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--seeds", 2, "--json")
     assert status == 0, err
     top = Path("runs/models/gpt2/mine")
@@ -67,7 +67,7 @@ def test_it_leaves_measurements_a_summary_and_a_page_and_prints_the_summary(run:
     assert "2 draws of 4 sequences" in " ".join(out.split())
 
 
-def test_the_papers_models_stand_on_the_page_and_in_the_terminal_as_rows_of_their_own(run: Run) -> None:
+def test_the_papers_models_are_separate_rows_on_the_page_and_in_the_terminal(run: Run) -> None:
     Path("mine.yaml").write_text(OWN + "published: {table: table_1}\n")
     call = ("reproduce", "mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--seeds", 1, "--full")
     status, out, err = run(*call)
@@ -77,7 +77,7 @@ def test_the_papers_models_stand_on_the_page_and_in_the_terminal_as_rows_of_thei
     for shown in (out, page):
         assert "LLaMA3-8B Base" in shown
         assert "99.02" in shown
-        assert "98.85" not in shown  # of a chat model, which is no cell here
+        assert "98.85" not in shown  # of a chat model, for which the experiment has no cell
 
 
 def test_the_command_shown_for_an_experiment_prints_its_plan(run: Run) -> None:
@@ -97,7 +97,7 @@ def test_the_command_shown_for_an_experiment_prints_its_plan(run: Run) -> None:
         assert "tokens are read" in out
 
 
-def test_several_are_measured_into_a_folder_each(run: Run) -> None:
+def test_several_experiments_are_measured_into_separate_folders(run: Run) -> None:
     Path("other.yaml").write_text(OWN.replace("id: mine", "id: other"))
     measured = ("--model", "gpt2", "--text", "text.jsonl", "--seeds", 1)
     status, out, err = run("reproduce", "mine.yaml", "other.yaml", *measured, "--out", "both", "--json")
@@ -106,7 +106,7 @@ def test_several_are_measured_into_a_folder_each(run: Run) -> None:
     assert sorted(path.parent.name for path in Path("both").glob("*/report.html")) == ["mine", "other"]
 
 
-def test_a_preview_measures_nothing(run: Run) -> None:
+def test_a_dry_run_measures_nothing(run: Run) -> None:
     status, out, err = run("reproduce", "mine.yaml", "--model", "gpt2", "--text", "text.jsonl", "--dry-run", "--json")
     assert status == 0, err
     asked = json.loads(out)
@@ -136,7 +136,7 @@ def test_a_preview_measures_nothing(run: Run) -> None:
         (("table_4", "--model", "gpt2"), "remove --model"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_with_what_would_be_right(
+def test_invalid_options_are_refused_with_a_correction_before_any_measurement(
     run: Run, args: tuple[Any, ...], said: str
 ) -> None:
     status, out, err = on_one_line(run)("reproduce", *args)
@@ -145,7 +145,7 @@ def test_what_cannot_be_measured_is_refused_with_what_would_be_right(
     assert not list(Path().rglob("measurement.json"))
 
 
-def test_a_text_with_fewer_pieces_than_five_draws_take_is_shared_out_over_five(run: Run) -> None:
+def test_the_sequences_of_a_short_text_are_divided_among_five_draws(run: Run) -> None:
     text_file(Path("short.jsonl"), documents=6)
     Path("mine.yaml").write_text(OWN.replace("sequences: 4", "sequences: 60"))
     asked = ("mine.yaml", "--model", "gpt2", "--text", "short.jsonl", "--seeds", 2, "--out", "out", "--json")
@@ -163,7 +163,7 @@ def test_a_text_with_fewer_pieces_than_five_draws_take_is_shared_out_over_five(r
     assert f"2 draws of {pieces} sequences" in evidence
 
 
-def test_a_text_without_one_piece_is_refused_without_options_that_reproduce_has_not(run: Run) -> None:
+def test_the_refusal_of_a_text_that_is_too_short_names_no_options_of_other_commands(run: Run) -> None:
     Path("none.jsonl").write_text('{"text": "red"}\n', encoding="utf-8")
     status, _, err = on_one_line(run)("reproduce", "mine.yaml", "--model", "gpt2", "--text", "none.jsonl", "--out", "o")
     assert status == 1
@@ -172,7 +172,7 @@ def test_a_text_without_one_piece_is_refused_without_options_that_reproduce_has_
     assert "--sequences" not in err
 
 
-def test_a_domain_that_cannot_be_measured_is_shown_and_the_rest_goes_on(run: Run) -> None:
+def test_a_domain_that_cannot_be_measured_is_reported_and_the_others_are_measured(run: Run) -> None:
     text_file(Path("texts/long.jsonl"))
     text_file(Path("texts/other.jsonl"), seed=9)
     text_file(Path("texts/short.jsonl"), words=1)
@@ -193,7 +193,7 @@ def test_a_domain_that_cannot_be_measured_is_shown_and_the_rest_goes_on(run: Run
 
 
 @pytest.mark.slow
-def test_killed_after_any_measurement_and_called_again_it_ends_with_the_same_summary(run: Run, tmp_path: Path) -> None:
+def test_reproduce_killed_after_any_measurement_and_run_again_gives_the_same_summary(run: Run, tmp_path: Path) -> None:
     def started(out: str, log: str) -> Command:
         measured = ["--model", "gpt2", "--text", "text.jsonl", "--seeds", "2", "--out", out]
         return Command(["reproduce", "mine.yaml", *measured], tmp_path / log)

@@ -1,4 +1,4 @@
-"""`sinklab runs`: every run below a directory with its state, what it has reached and what was changed."""
+"""`sinklab runs`: every run below a directory with its state, its results and the settings that differ."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def runs(dataset: TokenDataset, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return top
 
 
-def test_each_run_is_listed_with_what_it_has_reached(runs: Path) -> None:
+def test_each_run_is_listed_with_its_state_step_and_results(runs: Path) -> None:
     found = {Path(run.directory).name: run for run in list_runs([runs])}
     assert {name: run.state for name, run in found.items()} == {
         "stopped": "stopped",
@@ -85,7 +85,7 @@ def test_a_run_of_an_own_recipe_is_compared_with_the_listed_runs_of_that_name(
     assert [change.partition("=")[0] for change in found["a"]] == ["optim.lr"]
 
 
-def test_a_run_that_is_trained_is_running_and_may_be_looked_at(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_a_run_is_listed_as_running_during_training_and_as_done_after_it(dataset: TokenDataset, tmp_path: Path) -> None:
     states = []
     run = open_run(recipe(), dataset, tmp_path / "run")
     Trainer(run, lambda step, row: states.append(list_runs([tmp_path])[0].state)).train()
@@ -101,14 +101,14 @@ def test_a_folder_that_cannot_be_read_is_named(read: Callable[[list[Path]], obje
         read([tmp_path])
 
 
-def test_names_are_shown_as_they_are(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_run_names_with_markup_are_printed_literally(dataset: TokenDataset, tmp_path: Path) -> None:
     establish(open_run(recipe(), dataset, tmp_path / "[red]run"))
     printed = StringIO()
     print_runs(list_runs([tmp_path]), Console(width=400, file=printed))
     assert "[red]run" in printed.getvalue()
 
 
-def test_a_failure_is_forgotten_when_the_run_goes_on(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_a_failed_run_is_listed_as_done_after_it_has_been_continued(dataset: TokenDataset, tmp_path: Path) -> None:
     run = open_run(recipe(), dataset, tmp_path)
     establish(run)
     run.failure.write_text('{"step": 0, "message": "a full disk"}')
@@ -134,13 +134,13 @@ def test_a_damaged_run_does_not_hide_the_others(name: str, text: bytes, dataset:
     assert name in first.why
 
 
-def test_runs_of_another_name_are_told_apart_by_what_differs(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_runs_of_an_own_recipe_are_listed_with_the_settings_that_differ(dataset: TokenDataset, tmp_path: Path) -> None:
     for folder, width in (("a", 16), ("b", 32)):
         establish(open_run(recipe("name=mine", f"model.ffn_width={width}"), dataset, tmp_path / folder))
     assert [run.differs for run in list_runs([tmp_path])] == [("model.ffn_width=16",), ("model.ffn_width=32",)]
 
 
-def test_settings_that_differ_are_written_as_set_takes_them(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_settings_that_differ_are_listed_in_the_form_that_set_accepts(dataset: TokenDataset, tmp_path: Path) -> None:
     for folder, change in (("a", "optim.clip=null"), ("b", "optim.clip=0.5")):
         establish(open_run(recipe("name=mine", change), dataset, tmp_path / folder))
     assert [run.differs for run in list_runs([tmp_path])] == [("optim.clip=null",), ("optim.clip=0.5",)]
@@ -162,7 +162,7 @@ def test_the_command_prints_a_table_or_json(run: Run, runs: Path, monkeypatch: p
     assert "model.attention.bias=k" in out
 
 
-def test_a_folder_without_runs_says_what_a_run_is(tmp_path: Path) -> None:
+def test_a_folder_without_runs_is_refused_with_the_file_that_makes_a_run(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no run in or below .*recipe\.yaml"):
         list_runs([tmp_path])
     with pytest.raises(InputError, match="is not a directory"):

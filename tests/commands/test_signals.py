@@ -1,4 +1,4 @@
-"""Signals before the first step and outside of training: what is finished is kept, the status says to call again."""
+"""Signals before the first step and outside of training: finished work is kept, and the status asks for a retry."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def training(folder: Path, out: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> Command:
-    """A run that prepared its text, ended, and counted."""
+    """A finished run that prepared its text, with the counts of its function calls."""
     environment = {"SINKLAB_CACHE": str(folder / "cache")}
     command = Command(training(folder, folder / "run"), folder / "whole.log", environment, count=True)
     assert command.wait() == 0, command.printed()
@@ -64,14 +64,14 @@ def shards(cache: Path) -> list[bytes]:
 
 
 @pytest.mark.parametrize(("number", "status"), one_in(3, STATUSES))
-def test_a_signal_while_text_is_prepared_keeps_what_is_finished(
+def test_a_signal_while_text_is_prepared_keeps_the_finished_parts(
     number: int, status: int, folder: Path, undisturbed: Command, tmp_path: Path
 ) -> None:
     args, environment = training(folder, tmp_path / "run"), {"SINKLAB_CACHE": str(tmp_path / "cache")}
     moments, calls = random.Random(number), undisturbed.calls()
     assert len(calls["journal"]) > 2
     kills = [
-        Kill(moments.randint(1, calls["journal"][1]), "journal", number, time=2),  # one part is noted, not the last
+        Kill(moments.randint(1, calls["journal"][1]), "journal", number, time=2),  # after the first part of several
         Kill(moments.randint(1, sum(calls["preparation"]) // 4), "preparation", number),
     ]
     for index, kill in enumerate(kills):
@@ -86,7 +86,9 @@ def test_a_signal_while_text_is_prepared_keeps_what_is_finished(
     assert shards(tmp_path / "cache") == shards(folder / "cache")
 
 
-def test_data_prepare_ends_like_training(folder: Path, undisturbed: Command, tmp_path: Path) -> None:
+def test_data_prepare_ends_with_status_75_on_sigterm_and_the_same_call_completes_it(
+    folder: Path, undisturbed: Command, tmp_path: Path
+) -> None:
     args = ["data", "prepare", str(folder / "text.jsonl"), "--tokenizer", "train:300", "--out"]
     kill = Kill(sum(undisturbed.calls()["preparation"]) // 2, "preparation", signal.SIGTERM)
     asked = Command([*args, str(tmp_path / "out")], tmp_path / "asked.log", kill=kill)
@@ -117,9 +119,7 @@ def test_a_signal_while_the_run_is_set_up_stops_it_before_the_first_step(
     assert losses[0] == losses[1]
 
 
-def test_measuring_ends_with_the_status_that_says_call_again(
-    folder: Path, undisturbed: Command, tmp_path: Path
-) -> None:
+def test_measuring_ends_with_status_75_on_sigterm(folder: Path, undisturbed: Command, tmp_path: Path) -> None:
     args = ["measure", str(folder / "run"), "--text", str(folder / "text.jsonl"), "--length", "16", "--sequences", "9"]
     whole = Command(args, tmp_path / "whole.log", count=True)
     assert whole.wait() == 0, whole.printed()
@@ -152,7 +152,7 @@ def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(module: str,
 
 
 class Dropped:
-    """Something that can be referred to weakly."""
+    """An object that supports weak references."""
 
 
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, PreemptedError), (signal.SIGINT, KeyboardInterrupt)])
@@ -160,13 +160,13 @@ def test_a_signal_within_a_callback_that_drops_exceptions_is_not_lost(number: in
     def work() -> None:
         dropped = Dropped()
         reference = weakref.ref(dropped, lambda _: signal.raise_signal(number))
-        del dropped  # the callback runs here, and what the handler raises in it is dropped
+        del dropped  # the callback runs here, and Python drops the exception that the handler raises in it
         assert reference() is None
         threading.Event().wait(20)
 
     before = signal.signal(
         signal.SIGINT, signal.default_int_handler
-    )  # jobs in the background inherit that it is ignored
+    )  # jobs in the background inherit that SIGINT is ignored
     try:
         with pytest.raises(raised), left_on_signals():
             work()
@@ -183,7 +183,7 @@ def test_a_signal_within_a_callback_that_drops_exceptions_is_not_lost(number: in
         (["--steps", "3"], "No such option"),
     ],
 )
-def test_of_several_processes_the_first_says_what_all_know(
+def test_only_the_first_of_several_processes_prints_an_error(
     settings: list[str], says: str, folder: Path, undisturbed: Command, tmp_path: Path
 ) -> None:
     args = [*training(folder, tmp_path / "run"), *settings]
@@ -193,7 +193,7 @@ def test_of_several_processes_the_first_says_what_all_know(
     assert pair[1].printed() == ""
 
 
-def test_of_several_processes_the_first_says_that_they_were_interrupted(
+def test_only_the_first_of_several_processes_prints_that_they_were_interrupted(
     folder: Path, undisturbed: Command, tmp_path: Path
 ) -> None:
     args = [*training(folder, tmp_path / "run"), "--set", "train.steps=100000"]
@@ -206,7 +206,7 @@ def test_of_several_processes_the_first_says_that_they_were_interrupted(
 
 
 class AskedWhileSaidError(SinklabError):
-    """A signal arrives when the command has already failed, once."""
+    """Sends a signal the first time that its message is printed."""
 
     asked = False
 
@@ -217,7 +217,7 @@ class AskedWhileSaidError(SinklabError):
         return super().__str__()
 
 
-def test_a_signal_that_comes_late_does_not_end_in_a_traceback(
+def test_a_signal_while_an_error_is_printed_does_not_end_in_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["sinklab"])
@@ -239,7 +239,7 @@ def test_a_signal_that_comes_late_does_not_end_in_a_traceback(
 
 
 @pytest.mark.slow
-def test_torchrun_that_is_asked_while_text_is_prepared_ends_with_one_sentence(folder: Path, tmp_path: Path) -> None:
+def test_torchrun_interrupted_while_text_is_prepared_prints_one_message(folder: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "sinklab"]
     large = tmp_path / "text.jsonl"
     with large.open("wb") as file:

@@ -1,4 +1,4 @@
-"""Tables in narrow terminals: every number stands there whole."""
+"""Tables in narrow terminals: no number is cut."""
 
 import re
 from io import StringIO
@@ -49,7 +49,7 @@ def large(length: int = 64) -> Measurement:
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
-def test_a_measurement_has_every_number_whole_at_any_width(width: int) -> None:
+def test_no_number_of_a_measurement_is_cut_at_any_width(width: int) -> None:
     wide, narrow = (
         shown(columns, lambda console: print_measurement(large(), console, full=True)) for columns in (300, width)
     )
@@ -60,7 +60,7 @@ def test_a_measurement_has_every_number_whole_at_any_width(width: int) -> None:
     assert max(map(len, narrow.splitlines())) <= width
 
 
-def test_a_text_is_printed_as_it_is_without_markup_and_control_sequences() -> None:
+def test_text_is_printed_without_interpreting_markup_and_control_sequences() -> None:
     text = "[bold]one\x1b[2J[/a] " + "and more " * 20
     assert shown(40, lambda console: print_text(f"{text}\nof two lines", console)) == (
         text.replace("\x1b", "�") + "\nof two lines\n"
@@ -95,7 +95,7 @@ def test_a_number_that_is_rounded_to_zero_has_no_sign(value: float, form: str, t
     assert number_text(value, form) == text
 
 
-def test_what_does_not_fit_stands_below_with_the_names_once_more() -> None:
+def test_columns_that_do_not_fit_are_printed_below_with_the_names_repeated() -> None:
     columns = [*names("name"), *(TableColumn(f"column {number}") for number in range(6))]
     table = Table("numbers", columns, [("first", *(f"{number}23456.789" for number in range(6)))])
     narrow = shown(40, lambda console: print_table(table, console))
@@ -140,7 +140,7 @@ def test_a_claim_is_beside_its_verdict_with_the_evidence_below(width: int) -> No
     assert max(map(len, lines)) <= width
 
 
-def test_without_a_mask_that_matters_there_is_one_column_of_rates() -> None:
+def test_visible_rates_have_columns_only_if_they_were_measured() -> None:
     assert "visible rate" not in shown(100, lambda console: print_measurement(made_measurement(), console, full=True))
     assert "visible rate" in shown(100, lambda console: print_measurement(large(), console, full=True))
 
@@ -156,7 +156,7 @@ def test_every_column_of_the_positions_is_labelled() -> None:
     assert [row[0] for row in table.rows] == [*"123456", "highest of 7 to 32", "bias"]
 
 
-def test_markdown_has_the_same_cells_and_no_markup_of_theirs() -> None:
+def test_markdown_escapes_the_markup_of_its_cells() -> None:
     columns = [*names("a_b"), TableColumn("value", form=",.1f")]
     table = Table("title", columns, [("<b>|", TableCell(1234.5, "[1, 2]")), ("x\ny", None)])
     assert markdown(table).splitlines() == [
@@ -167,7 +167,7 @@ def test_markdown_has_the_same_cells_and_no_markup_of_theirs() -> None:
     ]
 
 
-def test_columns_without_a_value_are_left_out_and_an_infinity_is_said() -> None:
+def test_columns_without_values_are_left_out_and_infinity_is_printed() -> None:
     columns = [*names("name"), TableColumn("nothing"), TableColumn("ratio", form=".2f")]
     table = Table("", columns, [("a", None, float("inf")), ("b", TableCell(None), 0.5)]).without_empty_columns()
     assert [[text for text, _ in row] for row in table.cells()] == [["a", "∞"], ["b", "0.50"]]

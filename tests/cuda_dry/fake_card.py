@@ -1,8 +1,8 @@
 """A CUDA card that computes nothing: fake tensors on it, and transfers and waits noted with the line that causes them.
 
-PyTorch's FakeTensorMode carries shapes, dtypes and devices through a program. On a machine without a card, and with a
-PyTorch built without CUDA, `guard.cpp` stands in for what the library asks of the device (LD_PRELOAD). Whatever would
-make the processor wait for a real card, reading a number above all, answers at once with a number that is made up.
+PyTorch's FakeTensorMode propagates shapes, dtypes and devices through a program. On a machine without a card, and with
+a PyTorch built without CUDA, `guard.cpp` (LD_PRELOAD) answers the library's queries of the device. Operations that make
+the processor wait for a real card, such as reading a number, return an arbitrary number at once.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 
 
 def _load_guard() -> None:
-    """Before PyTorch is imported: its CPU library is to find the symbols of the preloaded one."""
+    """Load libtorch_cpu before PyTorch is imported, so that it finds the symbols of the preloaded library."""
     found = find_spec("torch")
     assert found is not None
     assert found.origin is not None
@@ -127,9 +127,9 @@ def _listed(tensor: FakeTensor) -> Any:
 
 
 def _selected(tensor: Any, index: Any) -> tuple[Tensor, list[Tensor | None]]:
-    """The tensor after the slices and numbers of an index, and the tensors of it by dimension.
+    """Apply the slices and numbers of an index; return the result and the tensors of the index by dimension.
 
-    PyTorch's own indexing asks the real device.
+    PyTorch's own indexing queries the real device.
     """
     parts = index if isinstance(index, tuple) else (index,)
     if not any(part is Ellipsis for part in parts):
@@ -206,7 +206,7 @@ def _assign(owner: Any, values: dict[str, Any]) -> None:
 
 
 def pretend() -> None:
-    """From here on this process has a card."""
+    """Make PyTorch report a CUDA card in this process from now on."""
     properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30, major=9, minor=0)
     _assign(
         torch.cuda,
@@ -246,7 +246,7 @@ def pretend() -> None:
 
 @contextmanager
 def card() -> Iterator[None]:
-    """Within it tensors are fake; those made before become so when they are moved to the card."""
+    """Make new tensors fake within the `with` block; older tensors become fake when they are moved to the card."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     own, pinned = Tensor.to, Tensor.pin_memory
 

@@ -1,11 +1,11 @@
 """Two updates, an evaluation and a measurement of variants of the catalogue on a fake card; run by test_cuda_dry.py.
 
-Of models of transformers with sliding windows, a measured forward pass.
+Models of transformers with sliding windows do one measured forward pass.
 
     LD_PRELOAD=GUARD python tests/cuda_dry/steps.py [NAME...]
 
-Prints a line of JSON per variant: the events of each phase, or the error and where it came from. What a kernel computes
-is not run: FlexAttention and the compiled loss are replaced by plain operations with the same inputs and outputs.
+Prints a line of JSON per variant: the events of each phase, or the error and its place in the code. Kernels are not
+run: FlexAttention and the compiled loss are replaced by plain operations with the same inputs and outputs.
 """
 
 import json
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from fake_card import EVENTS, SOURCE, card, pretend  # first: it loads what PyTorch must find
+from fake_card import EVENTS, SOURCE, card, pretend  # first: it loads the library that PyTorch must find
 
 pretend()
 
@@ -96,7 +96,7 @@ def flex_attention(
 
 
 def without_kernels() -> None:
-    """Put plain operations in the place of what only a card runs, and leave out what needs numbers."""
+    """Replace kernels that only a card runs by plain operations, and skip the statistics, which need numbers."""
     primitive._compiled_flex = lambda: flex_attention  # pyrefly: ignore[bad-assignment]
     primitive.flex.create_block_mask = lambda mask_mod, *_, **__: SimpleNamespace(mask_mod=mask_mod)  # pyrefly: ignore[bad-assignment]
     threshold._compiled_rooted = lambda: threshold._rooted  # type: ignore[assignment]
@@ -109,7 +109,7 @@ def without_kernels() -> None:
 
 @contextmanager
 def noted(found: dict[str, Any], phase: str) -> Iterator[None]:
-    """Keep the events of a phase; where it fails, why."""
+    """Record the events of a phase, or its error if it fails."""
     EVENTS.clear()
     try:
         yield

@@ -1,7 +1,7 @@
-"""The CUDA path without a card: every variant trains and is measured on fake tensors, and waits only where it is meant.
+"""The CUDA path without a card: every variant trains and is measured on fake tensors, with the expected waits only.
 
 A step copies its tokens to the card and two numbers back, and waits for those of the step before. A measurement waits
-once for each batch, and not for each layer. What is not seen here: kernels, their speed, and numbers.
+once for each batch, and not for each layer. Kernels, their speed and their results are not tested here.
 """
 
 import json
@@ -68,7 +68,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def assert_events(events: Iterable[dict[str, Any]], expected: dict[str, int]) -> None:
     """Copies and waits are as many as expected, by the function that causes them; the message says at which lines.
 
-    Copies from the card that nobody waits for, of `device.on_host`, may be any number.
+    Copies from the card in `device.on_host` without a wait are not counted.
     """
     counted: Counter[str] = Counter()
     lines: dict[str, set[int]] = {}
@@ -87,7 +87,9 @@ def assert_events(events: Iterable[dict[str, Any]], expected: dict[str, int]) ->
 
 
 @pytest.mark.parametrize("name", [*VARIANTS, "recomputed", "recomputed_hybrid"])
-def test_a_variant_trains_and_is_measured_and_waits_where_it_is_meant(name: str, found: dict[str, Any]) -> None:
+def test_a_variant_trains_and_is_measured_with_the_expected_copies_and_waits_only(
+    name: str, found: dict[str, Any]
+) -> None:
     assert "error" not in found[name], found[name]["error"]
     assert_events(found[name]["step"], WITHOUT_FUSED_CHECK if name in NOT_FUSED else IN_STEP)
     assert_events(found[name]["loss"], IN_LOSS)

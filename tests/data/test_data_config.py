@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from sinklab.data.loader import DataConfig, FixedToken, RandomTokens
 
 
-def test_the_defaults_are_the_lab():
+def test_the_default_data_config_is_that_of_the_lab():
     config = DataConfig()
     assert (config.source, config.tokenizer, config.bos) == ("stdlib", "train:1024", False)
 

@@ -147,7 +147,7 @@ def test_a_lone_surrogate_in_json_becomes_a_question_mark(tmp_path: Path):
     assert list(documents(str(path))) == ["a?b"]
 
 
-def test_missing_and_unreadable_sources_are_refused_with_the_right_forms(tmp_path: Path):
+def test_missing_and_unreadable_sources_are_refused_with_the_accepted_forms(tmp_path: Path):
     with pytest.raises(InputError, match=r"no text at .*nowhere.*pass a .txt, .md, .jsonl"):
         next(documents(str(tmp_path / "nowhere")))
     with pytest.raises(InputError, match=r"contains no text file \(\.txt, "):

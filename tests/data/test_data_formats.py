@@ -1,4 +1,4 @@
-"""Texts in the formats, keys and encodings in which people have them."""
+"""Texts in common file formats, keys and encodings."""
 
 import bz2
 import csv
@@ -63,7 +63,7 @@ FORMS: dict[str, bytes] = {
     ".jsonl": json_lines(TEXT_ROWS),
     ".ndjson": json_lines(TEXT_ROWS),
     ".json": json.dumps(TEXT_ROWS, indent=1).encode(),
-    "_lines.json": json_lines(TEXT_ROWS),  # as many .json files on the hub
+    "_lines.json": json_lines(TEXT_ROWS),  # like many .json files on the Hugging Face hub
     "_array.jsonl": json.dumps(TEXT_ROWS).encode(),
     "_strings.json": json.dumps(TEXTS).encode(),
     "_inside.json": json.dumps({"version": 1, "data": TEXT_ROWS}).encode(),
@@ -163,7 +163,7 @@ def test_a_message_in_parquet_has_null_where_it_lacks_a_field(tmp_path: Path) ->
         ({"content": "Hi"}, "line 2: each message needs"),
     ],
 )
-def test_a_message_that_cannot_be_read_is_named(tmp_path: Path, message: dict[str, Any], says: str) -> None:
+def test_a_malformed_message_is_refused_with_its_line(tmp_path: Path, message: dict[str, Any], says: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(json_lines([{"messages": [USER]}, {"messages": [message]}]))
     with pytest.raises(InputError, match=re.escape(says)):
@@ -220,13 +220,13 @@ def test_a_byte_order_mark_gives_the_encoding(tmp_path: Path, encoding: str) -> 
     assert list(documents(str(tmp_path / "a.jsonl"))) == TEXTS
 
 
-def test_a_single_nul_character_is_no_encoding(tmp_path: Path) -> None:
+def test_a_text_with_a_single_nul_character_is_refused_as_damaged_or_not_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"a log that was damaged\0 in one place")
     with pytest.raises(InputError, match="it is damaged, not text, or UTF-16"):
         list(documents(str(tmp_path / "a.txt")))
 
 
-def test_a_folder_is_read_without_its_descriptions_and_names_them(tmp_path: Path) -> None:
+def test_a_folder_is_read_without_readme_and_metadata_files_which_a_note_names(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.jsonl.gz", "b.csv", "README.md", "dataset_info.json", "logo.png", ".git/config.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(PACKED[".gz"](FORMS[".jsonl"]) if name.endswith("gz") else FORMS[".jsonl"])
@@ -281,7 +281,7 @@ def test_a_measurement_says_how_many_rows_were_skipped(run: Any, tmp_path: Path)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="the data extra is installed")
-def test_another_format_names_the_extra_that_may_open_it(tmp_path: Path) -> None:
+def test_an_unknown_format_is_refused_with_the_extra_that_may_read_it(tmp_path: Path) -> None:
     (tmp_path / "a.arrow").write_bytes(b"ARROW1")
     for source in (tmp_path, tmp_path / "a.arrow"):
         with pytest.raises(InputError, match=re.escape(install_command("data"))):
@@ -317,7 +317,7 @@ def test_a_named_column_is_the_text_and_without_it_the_columns_are_listed(
             list(documents(str(tmp_path / name), column=column))
 
 
-def test_a_named_column_may_have_messages_and_a_plain_text_has_none(tmp_path: Path) -> None:
+def test_a_named_column_may_contain_messages_and_is_refused_for_plain_text(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(parquet([{"text": "x", "dialog": CHAT}]))
     assert list(documents(str(tmp_path / "a.parquet"), column="dialog")) == ["user: Hi\nassistant: Hello"]
     (tmp_path / "a.txt").write_text("one\n")
@@ -325,14 +325,14 @@ def test_a_named_column_may_have_messages_and_a_plain_text_has_none(tmp_path: Pa
         list(documents(str(tmp_path / "a.txt"), column="dialog"))
 
 
-def test_parquet_lists_the_columns_that_it_has_and_not_only_the_known_ones(tmp_path: Path) -> None:
+def test_the_refusal_of_a_parquet_file_lists_all_its_columns(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(parquet([{"prompt": "a", "response": "b"}]))
     with pytest.raises(InputError, match="the keys prompt, response"):
         list(documents(str(tmp_path / "a.parquet")))
 
 
 @pytest.mark.parametrize("text", ["", None, " \n"])
-def test_an_empty_text_beside_messages_is_passed_over(tmp_path: Path, text: str | None) -> None:
+def test_messages_are_read_if_the_text_beside_them_is_empty(tmp_path: Path, text: str | None) -> None:
     (tmp_path / "a.jsonl").write_bytes(json_lines([{"text": text, "messages": CHAT}]))
     assert list(documents(str(tmp_path / "a.jsonl"))) == ["user: Hi\nassistant: Hello"]
 

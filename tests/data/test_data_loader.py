@@ -34,7 +34,7 @@ def loader(
     )
 
 
-def test_a_batch_holds_chunks_of_context_and_one_more():
+def test_a_batch_has_chunks_of_context_plus_one_tokens():
     batch = loader().batch(0)
     assert batch.shape == (8, 10)
     assert batch.dtype == torch.int64
@@ -120,10 +120,10 @@ def test_random_tokens_belong_to_the_chunk_and_are_uniform():
     assert drawn.unique().numel() > 0.95 * VOCAB
 
 
-def test_training_and_validation_draw_other_tokens():
+def test_training_and_validation_draw_different_random_tokens():
     drawn = {"random_tokens": RandomTokens(start=0, end=9), "batch_size": 100}
     train, valid = loader(**drawn).batch(0), loader(**drawn, shuffle=False).batch(0)
-    train = train[train[:, 9].argsort()]  # its last token, which is not drawn, tells the chunk
+    train = train[train[:, 9].argsort()]  # the last token is not replaced, so it identifies the chunk
     assert torch.equal(train[:, 9], valid[:, 9])
     assert (train[:, :9] == valid[:, :9]).double().mean() < 0.02
 

@@ -104,7 +104,7 @@ def test_large_vocabularies_have_wider_ids():
     assert (dtype_for(65_536), dtype_for(65_537)) == ("uint16", "uint32")
 
 
-def test_real_text_with_the_papers_tokenizer(data_dir: Path, tmp_path: Path):
+def test_real_text_is_prepared_with_the_papers_tokenizer(data_dir: Path, tmp_path: Path):
     source = str(data_dir / "domains" / "tinystories.jsonl")
     tokenizer = str(data_dir / "tokenizers" / "gptneox")
     data = prepare(settings_of(source, tokenizer, valid_fraction=0.1), tmp_path / "out")
@@ -232,7 +232,7 @@ def test_a_waiting_process_raises_the_error_of_the_failed_one(tmp_path: Path, mo
 
     def locked(file: IO[str], how: int) -> None:
         if threading.current_thread() is waiting and not waits.is_set():
-            with pytest.raises(BlockingIOError):  # another holds it
+            with pytest.raises(BlockingIOError):  # the first preparation has the lock
                 lock(file, how | fcntl.LOCK_NB)
             waits.set()
         lock(file, how)
@@ -355,7 +355,7 @@ def test_a_folder_whose_name_is_too_long_is_named(source: str, tmp_path: Path):
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 @pytest.mark.parametrize("mode", [0o500, 0o000])
-def test_a_cache_that_cannot_be_written_says_so(mode: int, source: str, tmp_path: Path):
+def test_an_unwritable_cache_is_refused_with_the_variable_that_names_it(mode: int, source: str, tmp_path: Path):
     (tmp_path / "cache").mkdir(mode=mode)
     with pytest.raises(SinklabError, match="SINKLAB_CACHE"):
         prepared(DataConfig(source=source, tokenizer="train:300"), tmp_path / "cache")

@@ -95,7 +95,7 @@ def test_ids_equal_those_of_the_tokenizers_library(name: str, data_dir: Path, bp
     assert tokenizer.encode_batch([]) == []
 
 
-def test_tokenizers_encodes_where_fastokens_cannot():
+def test_the_tokenizers_library_encodes_if_fastokens_cannot():
     request = parse("synthetic:bigram_backcopy:length=32,documents=8")
     assert request is not None
     tokenizer = word_tokenizer(request)
@@ -142,7 +142,7 @@ def test_the_papers_weights_are_the_seventeen_of_its_corpus():
     assert (len(weights), weights["pile_cc"], weights["philpapers"]) == (17, 0.1121, 0.0027)
 
 
-def test_each_domain_has_the_share_of_the_tokens_of_its_weight(corpus: Path, bpe: str, tmp_path: Path):
+def test_each_domain_has_a_share_of_the_tokens_in_proportion_to_its_weight(corpus: Path, bpe: str, tmp_path: Path):
     mix = WeightedMix(weights={"law": 3, "code": 2, "wiki": 1})
     data = prepare(settings_of(str(corpus), bpe, mix=mix, token_limit=20_000), tmp_path / "out")
     shares = data.manifest.shares
@@ -152,7 +152,7 @@ def test_each_domain_has_the_share_of_the_tokens_of_its_weight(corpus: Path, bpe
         assert shares[name].tokens / 20_000 == pytest.approx(weight / 6, abs=0.03)
 
 
-def test_a_mix_ends_where_the_first_domain_does(corpus: Path):
+def test_a_weighted_mix_ends_with_the_first_exhausted_domain(corpus: Path):
     mix = WeightedMix(weights={"law": 8, "wiki": 1})
     domains = streams(str(corpus), mix)
     names = [name for name, _ in mixed(domains, mix, {"law": 1.0, "wiki": 1.0})]
@@ -160,7 +160,7 @@ def test_a_mix_ends_where_the_first_domain_does(corpus: Path):
     assert 30 <= names.count("wiki") <= 70
 
 
-def test_a_mix_at_the_same_pace_has_all_documents(corpus: Path):
+def test_a_uniform_mix_has_all_documents_evenly_interleaved(corpus: Path):
     mix = UniformMix()
     domains = streams(str(corpus), mix)
     taken = list(mixed(domains, mix, {domain.name: 1.0 for domain in domains}))
@@ -197,7 +197,9 @@ def test_a_recipe_without_a_mix_has_no_key_for_it(corpus: Path):
 
 
 @pytest.mark.parametrize("mix", [None, UniformMix()])
-def test_a_named_column_is_prepared_and_kept_apart(tmp_path: Path, mix: UniformMix | None):
+def test_a_named_column_is_prepared_and_another_column_is_refused_in_the_same_folder(
+    tmp_path: Path, mix: UniformMix | None
+):
     rows = [{"title": "Law", "body": text} for text in prose("law", 20)]
     (tmp_path / "law.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = prepare(settings_of(str(tmp_path), "train:300", mix=mix, column="body"), tmp_path / "body")

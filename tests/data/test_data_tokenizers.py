@@ -41,7 +41,7 @@ def test_a_trained_tokenizer_encodes_and_decodes_any_text(tmp_path: Path):
     assert not {tokenizer.eos_id, tokenizer.bos_id} & set(ids)
 
 
-def test_a_saved_tokenizer_is_the_same_when_read_and_for_transformers(tmp_path: Path):
+def test_a_saved_tokenizer_is_the_same_when_loaded_by_sinklab_and_by_transformers(tmp_path: Path):
     from transformers import AutoTokenizer
 
     text = stdlib_text()[0]
@@ -123,7 +123,7 @@ def test_a_folder_of_vocabulary_and_merges_is_converted(tmp_path: Path):
 
 
 def _long_text(seed: int) -> str:
-    """Words, numbers, runs of spaces, line ends, other scripts and emoji, as they come."""
+    """Words, numbers, runs of spaces, line ends, other scripts and emoji in random order."""
     draw = random.Random(seed)
     odd = ["sink,", "3.14159", "  ", "\n\n", "\t", "été", "日本語", "😀", "x_1", "don't", " "]
     parts = ["the", "Attention's", "a", "I", *odd]

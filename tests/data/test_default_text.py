@@ -1,4 +1,4 @@
-"""The text that is measured if none is given: short documents of many kinds, and enough of them."""
+"""The default text of measurements."""
 
 import json
 
@@ -7,7 +7,7 @@ from conftest import Run
 from sinklab.data.corpora import default_text, documents
 
 
-def test_it_has_enough_documents_of_many_kinds() -> None:
+def test_the_default_text_has_128_short_documents_of_many_kinds() -> None:
     rows = [json.loads(line) for line in default_text().read_text("utf-8").splitlines()]
     assert len(rows) == len({row["text"] for row in rows}) == 128
     assert all(400 <= len(row["text"].encode()) <= 640 for row in rows)
@@ -15,7 +15,7 @@ def test_it_has_enough_documents_of_many_kinds() -> None:
     assert [*documents(str(default_text()))] == [row["text"] for row in rows]
 
 
-def test_its_python_compiles() -> None:
+def test_the_python_documents_of_the_default_text_compile() -> None:
     rows = [json.loads(line) for line in default_text().read_text("utf-8").splitlines()]
     code = [row["text"] for row in rows if row["domain"] == "python"]
     assert len(code) == 12
@@ -23,7 +23,7 @@ def test_its_python_compiles() -> None:
         compile(text, "default text", "exec")
 
 
-def test_a_model_is_measured_on_it_without_a_text(run: Run) -> None:
+def test_a_model_is_measured_on_the_default_text_if_none_is_given(run: Run) -> None:
     sets = ["data.source=synthetic:bigram_backcopy:length=65,documents=2000", "data.tokenizer=words", "train.steps=2"]
     sets += ["metric.sequences=8"]
     made = run("train", "tiny", *[arg for one in sets for arg in ("--set", one)], "--out", "run")

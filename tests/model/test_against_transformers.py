@@ -131,7 +131,7 @@ def test_sink_logits_equal_those_of_gpt_oss() -> None:
 
 
 def test_differential_attention_equals_diffllamas() -> None:
-    """A whole model of it: every head a pair of half-heads, each rotated by itself, and lambda by depth."""
+    """Compares whole models: heads are pairs of half-heads with separate rotations, and lambda depends on the depth."""
     ours = Transformer(recipe(layers=3, attention={"operation": {"kind": "differential"}}).model, seed=3).eval()
     plain = Transformer(recipe(layers=3).model)
     halves: dict[str, Any] = {"num_attention_heads": 2 * H, "num_key_value_heads": 2 * G, "head_dim": D // 2}
@@ -148,7 +148,7 @@ def test_differential_attention_equals_diffllamas() -> None:
             for name in ("q1", "k1", "q2", "k2"):
                 vector = ours.get_parameter(f"blocks.{i}.attention.core.learned.{name}")
                 weights[f"model.layers.{i}.self_attn.lambda_{name}"] = vector
-            ours.get_parameter(f"blocks.{i}.attention.core.learned.norm.weight").fill_(1)  # theirs has none
+            ours.get_parameter(f"blocks.{i}.attention.core.learned.norm.weight").fill_(1)  # their norm has no weight
         theirs.load_state_dict(weights)
         expected = theirs(tokens()).logits
         torch.testing.assert_close(ours(tokens()), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))

@@ -70,7 +70,7 @@ def test_a_value_of_zero_removes_nothing_and_has_a_finite_gradient() -> None:
     assert v.grad.isfinite().all()
 
 
-def test_gradcheck_passes() -> None:
+def test_the_gradient_of_exclusive_outputs_passes_gradcheck() -> None:
     out, v = random(1, 4, 3, 5).requires_grad_(), random(1, 2, 3, 5, seed=1).requires_grad_()
     assert torch.autograd.gradcheck(without_own_value, (out, v))
 
@@ -118,7 +118,7 @@ def test_the_output_of_a_token_that_sees_only_itself_is_zero_for_any_share(name:
     assert outputs[:, 1:].any(-1).all()
 
 
-@pytest.mark.parametrize("name", [name for name in ROUNDED if "sink token" not in name])  # which stays visible
+@pytest.mark.parametrize("name", [name for name in ROUNDED if "sink token" not in name])  # a sink token stays visible
 @torch.no_grad()
 def test_a_token_of_which_all_earlier_keys_are_hidden_sees_only_itself(name: str) -> None:
     model, tokens = normed(**ROUNDED[name]), torch.arange(16).view(2, 8)

@@ -43,7 +43,7 @@ def test_closed_gates_leave_every_token_its_own_value() -> None:
     assert_close(forgetting(tokens())[:, 4:5], forgetting(tokens()[:, 4:5]), 1e-12)
 
 
-def test_shorter_lengths_and_details_come_from_the_same_pass_as_for_any_other_operation() -> None:
+def test_sink_rates_of_shorter_lengths_equal_those_of_cut_sequences() -> None:
     forgetting, read = model(), tokens()
     together = measure(forgetting, read, eps=0.2, lengths=[3, 7], details=True)
     assert together.sink_rate_by_length is not None

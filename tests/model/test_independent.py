@@ -1,4 +1,4 @@
-"""Our model against an independent one written from the documentation, in float64 and relative to the largest."""
+"""The model against an independent one written from the documentation, in float64, relative to the largest value."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -34,7 +34,7 @@ CLOSE = 1e-8
 FLOAT32 = 2**-23
 """Numbers that a measurement keeps in float32 were rounded to it once."""
 VANISHING = 1e-4
-"""A gradient that is zero but for rounding is that of the largest gradient of the model: so far below it."""
+"""Gradients below this share of the model's largest gradient are compared absolutely, as they may be rounding alone."""
 
 CELLS = covering_cells()
 LEGAL = [name for name, cell in CELLS.items() if cell_is_legal(cell)]
@@ -45,7 +45,7 @@ FEW = 20
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Matrices of 20 x 20 are too small to share: on a busy machine the threads would mostly wait for each other."""
+    """Use one thread, because threads that share matrices of 20 x 20 mostly wait for each other on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -83,7 +83,7 @@ def test_a_chosen_recipe_computes_its_documented_formula(name: str) -> None:
 
 @pytest.mark.parametrize("name", one_in(10, CHUNKED))
 def test_chunked_computations_agree_over_several_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 5 positions, so that the contexts of 12 to 20 have three or four, most of them with a part of one."""
+    """Chunks of 5 positions, so that the contexts of 12 to 20 have three or four, most with an incomplete last one."""
     for module in ("model.mixer", "attention.operations.kernel"):
         monkeypatch.setattr(f"sinklab.{module}.CHUNK", 5)
     recipe = covering_recipe(name)
@@ -100,14 +100,14 @@ def test_linear_layers_compute_their_documented_formula_beyond_a_chunk(mixer: di
 
 
 @pytest.mark.parametrize("name", [name for name in CELLS if name not in LEGAL])
-def test_a_bias_that_would_change_nothing_or_has_no_score_to_join_is_refused(name: str) -> None:
+def test_a_bias_without_effect_or_without_scores_is_refused(name: str) -> None:
     assert covering_recipe(name) is None
 
 
 def compare(recipe: Recipe) -> None:
-    """Logits, loss, gradient, attention of every query and key, importance, and what a measurement makes of it.
+    """Compare logits, loss, gradients, attention of every query and key, importance, and a measurement.
 
-    And the logits once more, of the same sequences read step by step, and under a prefix mask with padding behind them.
+    The logits are also compared for sequences read step by step and, under a prefix mask, with right padding.
     """
     config: Any = recipe.model.model_dump(mode="json")
     ours, tokens = _far_from_its_start(recipe)
@@ -139,7 +139,7 @@ def _loss_without_gradient(config: Any, weights: dict[str, Tensor], tokens: Tens
 
 
 def _check_continued(model: Transformer, tokens: Tensor, logits: Tensor, seed: int) -> None:
-    """Read a piece, then token by token from what was kept; tokens that a prefix shows see each other once all are."""
+    """Read a piece, then single tokens with the cache; logits within a prefix need all of it."""
     first, past = 1 + seed % (tokens.shape[1] - 1), model.new_past()
     pieces = (tokens[:, :first], *tokens[:, first:].split(1, dim=1))
     with torch.no_grad():
@@ -150,7 +150,7 @@ def _check_continued(model: Transformer, tokens: Tensor, logits: Tensor, seed: i
 
 
 def _check_padded(model: Transformer, config: Any, weights: dict[str, Tensor], tokens: Tensor, seed: int) -> None:
-    """Rows of several lengths, what is behind their end being other tokens; none ends within its prefix."""
+    """Compare rows of several lengths, padded with other tokens; none ends within its prefix."""
     B, T = tokens.shape
     shortest = min(model.config.shared_tokens, T)
     lengths = [shortest + (seed + 5 * b) % (T - shortest + 1) for b in range(B)]
@@ -165,7 +165,7 @@ def _check_padded(model: Transformer, config: Any, weights: dict[str, Tensor], t
 
 
 def _far_from_its_start(recipe: Recipe) -> tuple[Transformer, Tensor]:
-    """In float64 and with every parameter moved, so that what a weight does is seen; tokens, one more than are read."""
+    """A float64 model with every parameter perturbed, so that each has an effect, and tokens with one more target."""
     source = torch.Generator().manual_seed(recipe.seed)
     model = Transformer(recipe.model, recipe.seed).double()
     with torch.no_grad():

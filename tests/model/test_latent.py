@@ -26,7 +26,7 @@ WIDTHS = {"kv_rank": 12, "nope_width": 6, "rope_width": ROPE, "value_width": 10}
 
 
 def model(q_rank: int | None = None, **parts: object) -> Transformer:
-    """In float64, its weights larger than at the start."""
+    """A float64 model with enlarged weights."""
     projection = {"kind": "latent", **WIDTHS, "q_rank": q_rank}
     recipe = build_recipe({"model": {**SIZES, "projection": projection, **parts}, "metric": {"length": 32}})
     made = Transformer(recipe.model, seed=3).double().eval()
@@ -41,7 +41,7 @@ def tokens() -> Tensor:
 
 
 def interleaved(rows: Tensor) -> Tensor:
-    """Their rotated pairs are neighbours, ours half a width apart: the rows of a rotated part in their order."""
+    """Reorder the rows of a rotated part: DeepSeek's pairs are neighbours, ours half a width apart."""
     return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
 
 
@@ -90,7 +90,7 @@ def arguments(q_rank: int | None) -> dict[str, Any]:
 
 
 class Table(nn.Module):
-    """Their rotary table in float64, where they round it to float32."""
+    """DeepSeek's rotary table in float64, which transformers rounds to float32."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         frequency = THETA ** (-torch.arange(0, ROPE, 2, dtype=torch.float64) / ROPE)
@@ -138,7 +138,7 @@ def test_a_measurement_equals_that_of_the_same_model_in_transformers() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(examples_of("operation")))
-def test_every_operation_has_tensors_of_the_widths_of_its_queries_and_values(name: str) -> None:
+def test_every_operation_trains_with_the_widths_of_latent_queries_and_values(name: str) -> None:
     projection = {"kind": "latent", "nope_width": 5, "rope_width": 4, "value_width": 6}
     changes = {**SIZES, "projection": projection, "attention": {"operation": examples_of("operation")[name].values}}
     try:
@@ -184,17 +184,17 @@ def test_latent_matrices_start_by_the_declared_laws_and_norms_as_one() -> None:
         ({"projection": {"kind": "latent", "rope_width": 3}}, "an even projection.rope_width, not 3"),
     ],
 )
-def test_combinations_that_a_latent_cannot_have_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_combinations_that_latent_attention_does_not_support_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         build_recipe({"model": {**SIZES, "projection": "latent"}, "metric": {"length": 32}}, {"model": changes})
 
 
 def test_the_projection_key_keeps_earlier_hashes() -> None:
-    before = "40d507f639ef7edb"  # of `tiny-128` then
+    before = "40d507f639ef7edb"  # of `tiny-128` before the key existed
     assert load_recipe("tiny-128").content_hash("d") == before
     assert load_recipe("tiny-128", ["model.projection=full"]).content_hash("d") == before
     assert load_recipe("tiny-128", ["model.projection=latent"]).content_hash("d") != before
 
 
-def test_it_is_no_plain_llama() -> None:
+def test_latent_attention_is_listed_as_a_difference_from_llama() -> None:
     assert "model.projection is latent" in differences(model().config)["projection"]

@@ -88,7 +88,7 @@ def test_under_autocast_chunks_multiply_in_bfloat16_and_sum_in_float32() -> None
         torch.testing.assert_close(ours, theirs, rtol=0.02, atol=1e-3)
 
 
-def test_small_logits_are_those_of_pytorch_bit_for_bit() -> None:
+def test_the_loss_of_small_logits_equals_pytorchs_bit_for_bit() -> None:
     hidden_NE, weight_VE, targets_N = problem(torch.float32)
     whole = with_gradients(F.cross_entropy(F.linear(hidden_NE, weight_VE), targets_N), hidden_NE, weight_VE)
     ours = with_gradients(next_token_loss(hidden_NE, weight_VE, targets_N), hidden_NE, weight_VE)
@@ -139,7 +139,7 @@ def test_the_compiled_loss_is_the_same_and_stores_no_probabilities(
     assert not [node for graph in graphs for node in graph.graph.nodes if "scatter" in str(node.target)]
 
 
-def test_chunks_on_cuda_grow_with_the_batch_and_stay_a_sixteenth() -> None:
+def test_chunks_on_cuda_are_a_sixteenth_of_a_large_batch() -> None:
     cuda = torch.device("cuda")
     assert [rows_per_chunk(rows, 50432, cuda) for rows in (2048, 16384, 65536)] == [640, 1024, 4096]
 
@@ -161,7 +161,7 @@ def test_a_loss_in_chunks_holds_a_fraction_of_the_logits() -> None:
 @needs_high_water_mark
 @pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True])
-def test_the_papers_batch_needs_a_fifth_of_its_logits_at_most(bf16: bool) -> None:
+def test_the_loss_of_the_papers_batch_needs_at_most_a_fifth_of_the_memory_of_its_logits(bf16: bool) -> None:
     if bf16 and not multiplies_natively(torch.bfloat16, torch.device("cpu")):
         pytest.skip("this CPU emulates bfloat16: the products would take an hour")
     logits = 8 * 2048 * 50432 * 4 / 2**20

@@ -29,7 +29,7 @@ def model(mixer: Any = "gated_delta", **parts: object) -> Transformer:
 
 
 def linear(mixer: Any) -> LinearAttention:
-    """A layer in float64, its weights larger than at the start."""
+    """A float64 layer with enlarged weights."""
     block = model(mixer).double().blocks[0]
     assert isinstance(block, LinearBlock)
     with torch.no_grad():
@@ -45,7 +45,7 @@ def tokens(rows: int = 2, length: int = 20) -> Tensor:
 
 
 def their_weights(ours: LinearAttention, keys: int, values: int, D: int, V: int) -> dict[str, Tensor]:
-    """Ours in the order of theirs: for each key head its query, its key, its values, their gates."""
+    """Our weights in Qwen3-Next's order: for each key head its query, its key, its values and their gates."""
     q, k, v = ours.qkv.weight.split((keys * D, keys * D, values * V))
     z, (rate, step), each = ours.get_parameter("gate.weight"), ours.rates.weight.chunk(2), values // keys
     by_head = [
@@ -80,7 +80,7 @@ def test_a_linear_layer_equals_qwen3_nexts(keys: int, values: int, D: int, V: in
 
 
 @torch.no_grad()
-def test_a_layer_with_decays_of_channels_equals_kimi_linears() -> None:
+def test_a_layer_with_a_decay_per_channel_equals_kimi_linears() -> None:
     ours = linear({"kind": "kimi_delta", "heads": 3, "key_width": 8, "conv": 3})
     weights = dict(ours.named_parameters())
     config = KimiLinearConfig(
@@ -109,7 +109,7 @@ def test_a_layer_with_decays_of_channels_equals_kimi_linears() -> None:
     ("layers", "every", "expected"),
     [(48, 4, tuple(range(4, 49, 4))), (4, 4, (4,)), (10, 4, (2, 6, 10)), (1, 4, (1,)), (3, 1, (1, 2, 3))],
 )
-def test_one_layer_of_every_has_attention_and_the_last_always(layers: int, every: int, expected: Any) -> None:
+def test_one_of_every_n_layers_has_attention_and_so_has_the_last_layer(layers: int, every: int, expected: Any) -> None:
     made = model({"kind": "gated_delta", "every": every}, layers=layers)
     assert made.config.attention_layers == expected
     assert tuple(n for n, b in enumerate(made.blocks, 1) if isinstance(b, DecoderBlock)) == expected
@@ -120,7 +120,7 @@ def test_without_linear_layers_every_layer_has_attention() -> None:
 
 
 @pytest.mark.parametrize("bias", ["none", "sink_token", "sink_logit"])
-def test_linear_layers_are_reported_and_in_no_sink_rate(bias: str) -> None:
+def test_linear_layers_are_noted_and_excluded_from_sink_rates(bias: str) -> None:
     made = model({"kind": "gated_delta", "every": 2}, attention={"bias": bias})
     measured = measure(made, tokens(), details=True)
     assert measured.layers == 2
@@ -189,11 +189,11 @@ def test_combinations_that_linear_layers_cannot_have_are_refused(changes: dict[s
 
 
 def test_the_mixer_key_keeps_earlier_hashes() -> None:
-    before = "40d507f639ef7edb"  # of `tiny-128` then
+    before = "40d507f639ef7edb"  # of `tiny-128` before the key existed
     assert load_recipe("tiny-128").content_hash("d") == before
     assert load_recipe("tiny-128", ["model.mixer=attention"]).content_hash("d") == before
     assert load_recipe("tiny-128", ["model.mixer=gated_delta"]).content_hash("d") != before
 
 
-def test_it_is_no_plain_llama() -> None:
+def test_a_linear_mixer_is_listed_as_a_difference_from_llama() -> None:
     assert "model.mixer is gated_delta" in differences(model().config)["mixer"]

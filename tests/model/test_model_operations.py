@@ -94,7 +94,7 @@ def test_under_rotary_only_distances_matter(operation: str, qk_norm: bool) -> No
     [*((name, "none") for name in TURNED_BEFORE_PHI), ("softmax", "k_biases"), ("differential", "kv_biases")],
 )
 def test_operations_without_scores_depend_on_absolute_positions(operation: str, bias: str) -> None:
-    """A feature map of the rotated query, and the rotated query's product with a key without a position."""
+    """A feature map reads the rotated query, and a bias key has no position."""
     model = model_of(operation, bias)
     assert model is not None
     assert effect_of_a_shift(model) > 1e-3
@@ -122,9 +122,7 @@ def test_each_query_and_key_is_normed_and_rotated_over_its_own_width(operation: 
 
 @pytest.mark.parametrize("operation", ["softmax", "differential", "mlp", "identity"])
 @pytest.mark.parametrize("position", POSITIONS)
-def test_real_tokens_have_the_queries_and_keys_that_they_have_without_a_sink_token(
-    position: str, operation: str
-) -> None:
+def test_a_sink_token_leaves_queries_keys_and_values_of_real_tokens_unchanged(position: str, operation: str) -> None:
     plain, led = (model_of(operation, bias, position={"kind": position}) for bias in ("none", "sink_token"))
     if plain is None or led is None:
         assert position in ("relative", "t5", "alibi")
@@ -147,7 +145,7 @@ def inputs_of_the_first_layer(model: Transformer) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize(("operation", "bias"), one_in(11, itertools.product(KERNELS, BIASES)))
 def test_kernels_under_a_prefix_train_and_measure_as_on_explicit_matrices(operation: str, bias: str) -> None:
-    """Prefixes of one token, of some, of all that there are, and of more than there are."""
+    """Prefixes of one token, of some tokens, of the whole sequence, and longer than the sequence."""
     for length in (1, 4, LENGTH, LENGTH + 5):
         results = []
         for backend in ("eager", "auto"):
@@ -164,7 +162,7 @@ def test_kernels_under_a_prefix_train_and_measure_as_on_explicit_matrices(operat
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_every_operation_takes_gradients_under_every_mask(operation: str) -> None:
+def test_every_operation_has_finite_gradients_under_every_mask(operation: str) -> None:
     masks = [{"kind": "window", "width": 3}, {"kind": "prefix", "length": 3}, {"kind": "document", "eos_id": 3}]
     for bias, mask in itertools.product(("none", "sink_token"), masks):
         model = model_of(operation, bias, attention={"mask": mask})

@@ -1,4 +1,4 @@
-"""Norms, gates, summed heads, document masks: each against its formula, and against the model it must not disturb."""
+"""Norms, gates, summed heads and document masks: their formulas, and that they do not change the rest of the model."""
 
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def test_dynamic_tanh_is_its_formula_and_starts_with_the_recipes_slope() -> None
     torch.testing.assert_close(norm(x), torch.tanh(0.7 * x))
 
 
-def test_sandwich_norms_input_and_output_of_a_sublayer() -> None:
+def test_the_second_norm_of_a_sandwich_gives_a_sublayers_output_unit_mean_square() -> None:
     model = Transformer(recipe(norm={"placement": "sandwich"}).model)
     added = outputs_of(model.get_submodule("blocks.1.ffn_post_norm"))
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_a_value_gate_scales_each_value_by_a_sigmoid_of_itself() -> None:
 @pytest.mark.parametrize("init", ["declared", "torch"])
 @pytest.mark.parametrize("projection", ["full", "latent"])
 def test_v_scale_starts_at_the_mean_square_of_the_values(init: str, projection: str) -> None:
-    """C = E d sigma^2 (2603.17771), with the sigma of our own law: half of a value of mean size is left."""
+    """C = E d sigma^2 (2603.17771), with sigma of our own initialisation, so that a value of mean size is halved."""
     layer = attention(gate="v_scale", width=512, heads=2, kv_heads=None, init=init, projection=projection)
     gate, layer.value_gate = layer.value_gate, None
     assert isinstance(gate, ValueScaling)
@@ -143,7 +143,7 @@ def test_v_scale_has_the_gradient_that_the_paper_derives() -> None:
     ],
     ids=str,
 )
-def test_an_added_tensor_leaves_all_others_as_they_start(model: dict[str, object]) -> None:
+def test_an_added_tensor_does_not_change_the_initial_values_of_the_others(model: dict[str, object]) -> None:
     plain = Transformer(recipe().model, seed=1).state_dict()
     changed = Transformer(recipe(**model).model, seed=1).state_dict()
     assert len(changed) > len(plain)
@@ -221,7 +221,7 @@ def test_a_run_uses_the_eos_of_its_data_for_document_masks(tmp_path: Path) -> No
 
 
 def test_norms_and_rotations_have_autograds_gradients_bit_for_bit() -> None:
-    # The stream goes on beside the norm, as in a block: the order in which its gradients are added counts.
+    # The stream bypasses the norm, as in a block, because the order in which its gradients are added matters.
     x_BTE, up_BTE = random(2, 8, 16).requires_grad_(), random(2, 8, 16)
     norm, plain = RmsNorm(16, eps=1e-5), nn.RMSNorm(16, eps=1e-5)
     results = []

@@ -27,7 +27,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def moved(module: nn.Module) -> None:
-    """Every parameter away from where it starts."""
+    """Perturb every parameter."""
     with torch.no_grad():
         for seed, parameter in enumerate(module.parameters()):
             parameter += 0.3 * random(*parameter.shape, seed=seed)
@@ -47,7 +47,7 @@ def test_every_head_is_normed_without_its_own_value_and_before_the_gate() -> Non
     )
 
 
-def test_heads_of_any_size_leave_a_fresh_head_norm_with_unit_mean_square() -> None:
+def test_an_untrained_head_norm_gives_large_heads_unit_mean_square() -> None:
     attention = transformer(norm={"head_norm": True}).blocks[0].attention
     assert isinstance(attention, Attention)
     normed = attention.head_norm(1e3 * random(2, 4, 5, 8))
@@ -73,7 +73,7 @@ def test_per_head_weights_start_as_shared_ones_and_are_then_independent() -> Non
     assert_close(own.head_norm(out), factor * shared.head_norm(out))
 
 
-def test_halves_of_a_head_have_weights_of_their_own() -> None:
+def test_the_halves_of_a_differential_head_have_separate_norm_weights() -> None:
     attention = transformer(norm={"qk_norm": "per_head"}, attention={"operation": "differential"}).blocks[1].attention
     assert isinstance(attention, Attention)
     x = random(2, 5, 32, seed=2)
@@ -111,7 +111,7 @@ def test_every_norm_of_the_stream_and_no_other_has_a_gate(placement: str, norms:
 STREAM = ("attention_norm", "ffn_norm", "attention_post_norm", "ffn_post_norm")
 
 
-def test_the_papers_gates_are_3_7_million_weights() -> None:
+def test_the_gates_of_the_papers_2b_model_have_3_7_million_weights() -> None:
     """Dense 2B model: 28 layers of width 2048 (2601.22966, section 3.4)."""
     with torch.device("meta"):
         norm = build_norm(NormConfig(gate_rank=16), 2048)
@@ -141,7 +141,7 @@ def test_a_norm_with_one_gain_has_one_number_and_is_rmsnorm_before_training() ->
     assert_close(norm(x), -2.5 * x / (x.square().mean(-1, keepdim=True) + single.config.norm.eps).sqrt())
 
 
-def test_projections_of_embeddings_start_orthogonal_and_leave_all_else_as_it_is() -> None:
+def test_projections_of_embeddings_start_orthogonal_and_leave_other_weights_unchanged() -> None:
     plain, projected = (transformer(embedding=kind) for kind in ("plain", "projected"))
     assert isinstance(projected.embedding_map, nn.Linear)
     assert isinstance(projected.head_map, nn.Linear)

@@ -56,7 +56,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 
 
 def model(overlay: Any, **sizes: Any) -> Transformer:
-    """Sharper than at the start, so that what is left out would be seen."""
+    """A model with enlarged weights, so that a key missing from the cache changes its output."""
     recipe = build_recipe({"model": {**SIZES, **sizes}, "metric": {"length": 16}}, overlay)
     made = Transformer(recipe.model, seed=1).eval()
     with torch.no_grad():
@@ -79,7 +79,7 @@ def in_pieces(transformer: Transformer, tokens_BT: Tensor, *lengths: int) -> Ten
 @torch.no_grad()
 def check_in_pieces(transformer: Transformer) -> None:
     whole_BTV, shared = transformer(tokens()), transformer.config.shared_tokens
-    for first in (2, 7):  # a prefix mask shows its tokens to each other once they are there
+    for first in (2, 7):  # the tokens of a prefix see each other only once all of them were read
         pieces_BTV = in_pieces(transformer, tokens(), first, 3, 1, 1, 13 - first)
         seen = max(first, shared) - 1
         assert_close(pieces_BTV[:, seen:], whole_BTV[:, seen:])

@@ -1,4 +1,4 @@
-"""Patterns of layers: which layers differ, in what, and what is refused."""
+"""Patterns of layers: which layers differ and in which settings, and invalid patterns."""
 
 import re
 from collections.abc import Mapping
@@ -73,7 +73,7 @@ def test_every_nth_layer_is_counted_from_the_first(
     assert [layer for layer, kind in enumerate(kinds, 1) if kind == "causal"] == expected
 
 
-def test_the_layers_have_the_weights_that_they_have_in_a_model_of_their_kind() -> None:
+def test_a_pattern_does_not_change_the_initial_weights_of_the_layers() -> None:
     made, plain = (
         Transformer(recipe(**MIMO).model, seed=3).state_dict(),
         Transformer(recipe().model, seed=3).state_dict(),
@@ -84,7 +84,7 @@ def test_the_layers_have_the_weights_that_they_have_in_a_model_of_their_kind() -
 
 @torch.no_grad()
 def test_a_model_equals_mimo_v2_flash_of_dense_layers() -> None:
-    """Its windows have twice the key heads of the other layers: here each of ours twice."""
+    """MiMo's layers with windows have twice the key heads of the others, so each of our key heads is repeated."""
     ours = model(kv_heads=2, **MIMO)
     config = MiMoV2FlashConfig(
         vocab_size=97,
@@ -139,7 +139,7 @@ def test_measuring_reads_each_layer_under_its_own_mask_and_bias() -> None:
 
 @torch.no_grad()
 def test_a_rolling_cache_moves_the_positions_of_the_layers_that_have_them() -> None:
-    """Queries and keys that move are twice as wide: a part for the first keys, and one for the others."""
+    """Queries and keys that are rotated again are twice as wide: a part for the first keys, and one for the others."""
     made = model(position="none", pattern={"every": 2, "position": {"kind": "rotary", "share": 0.5}})
     turned = []
 
@@ -157,7 +157,7 @@ def test_a_rolling_cache_moves_the_positions_of_the_layers_that_have_them() -> N
     assert [q_BHTD.shape[-1] for q_BHTD in changed] == [8, 16, 8, 16]
 
 
-def test_operations_are_those_of_the_layers() -> None:
+def test_attention_flops_of_a_pattern_are_the_mean_over_its_layers() -> None:
     of = {name: model_flops(recipe(**changes).model).attention for name, changes in SIMPLE.items()}
     assert of["pattern"] == (of["causal"] + 3 * of["window"]) // 4
 
@@ -170,7 +170,7 @@ SIMPLE: dict[str, dict[str, Any]] = {
 
 
 def test_the_keys_of_patterns_keep_earlier_hashes() -> None:
-    before = "40d507f639ef7edb"  # of `tiny-128` then
+    before = "40d507f639ef7edb"  # of `tiny-128` before the keys existed
     assert load_recipe("tiny-128").content_hash("d") == before
     assert load_recipe("tiny-128", ["model.pattern=null", "model.position.share=1"]).content_hash("d") == before
     others = [
@@ -182,7 +182,7 @@ def test_the_keys_of_patterns_keep_earlier_hashes() -> None:
     assert len(hashes | {before}) == 4
 
 
-def test_no_proposition_covers_layers_that_differ() -> None:
+def test_propositions_are_refused_for_models_whose_layers_differ() -> None:
     with pytest.raises(InputError, match="the same in every layer"):
         check_propositions(adapt(model(pattern={"every": 2, "position": "none"})), [5], length=64)
 
@@ -232,6 +232,6 @@ def test_no_proposition_covers_layers_that_differ() -> None:
         ),
     ],
 )
-def test_patterns_that_no_model_has_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_patterns_are_refused_with_the_reason(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         recipe(**changes)

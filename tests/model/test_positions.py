@@ -156,7 +156,7 @@ def test_flex_trains_the_t5_table_on_cuda() -> None:
         torch.testing.assert_close(ours.cpu().double(), reference, rtol=1e-2, atol=1e-3)
 
 
-def test_the_t5_table_is_one_for_all_layers_and_learns() -> None:
+def test_all_layers_share_one_t5_table_which_has_a_gradient() -> None:
     transformer = model("t5")
     names = [name for name, _ in transformer.named_parameters() if "distance" in name]
     assert names == ["distance.weight"]
@@ -202,7 +202,7 @@ def test_a_sink_token_is_one_position_before_the_first_for_distances(position: s
         assert_close(led(batch[:, 1:]), longer(batch)[:, 1:])
 
 
-def test_learned_positions_end_with_the_context() -> None:
+def test_a_sequence_longer_than_the_learned_positions_is_refused() -> None:
     with pytest.raises(InputError, match=r"33 tokens.*end at model\.context 32"):
         model("learnable")(tokens(1, 33))
 

@@ -1,7 +1,7 @@
-"""Layers against public code of others, in float64 and with gradients: its formulas written anew, on our weights.
+"""Layers against reimplementations of public code on our weights, in float64 and with gradients.
 
-Every test names the repository and the file that it was written from; docs/interventions.md lists what has such a test.
-Code that is executed instead is that of transformers (`test_latent.py`, `test_mixer.py`,
+Every test names the repository and the file that it was written from; docs/interventions.md lists the interventions
+with such a test. Code of transformers is executed and not reimplemented (`test_latent.py`, `test_mixer.py`,
 `test_against_transformers.py`); stick-breaking is in `test_attention_stick.py`.
 """
 
@@ -31,7 +31,7 @@ CLOSE = 1e-11
 
 
 def transformer(**model: Any) -> Transformer:
-    """In float64 and with every parameter moved away from where it starts."""
+    """A float64 model with every parameter perturbed."""
     norm = {"eps": EPS, **model.pop("norm", {})}
     recipe = build_recipe({"model": {**SIZES, **model, "norm": norm}, "metric": {"length": CONTEXT}})
     made = Transformer(recipe.model, seed=3).double()
@@ -148,7 +148,7 @@ def test_differential_attention_v2_equals_its_authors_code(G: int) -> None:
 def test_threshold_attention_equals_its_authors_code() -> None:
     """github.com/snap-research/TDA, commit cd8ddc9, triton_threshold_attention.py, its kernel as explicit matrices.
 
-    The code begins with queries and keys and ends before the norm: halves of a head are ours.
+    The code begins with queries and keys and ends before the norm; the halves of a head are not part of it.
     """
     rectified = attention_of(attention={"operation": "threshold_rectified"})
     differential = attention_of(attention={"operation": "threshold_differential"})
@@ -173,12 +173,12 @@ def test_threshold_attention_equals_its_authors_code() -> None:
     assert_same(differential, x, attended(differential, x), joined(differential, normed))
 
 
-def test_sigmoid_less_the_logarithm_of_the_context_equals_its_authors_code() -> None:
+def test_sigmoid_with_a_bias_of_minus_log_context_equals_its_authors_code() -> None:
     """github.com/apple/ml-sigmoid-attention, attention_simulator/src/attention_simulator/layers/attention.py.
 
-    `Attention` there, with the bias `attn_bias` before the sigmoid and scores masked by the smallest number. That the
-    bias is -log of the length trained on says `SigmoidAttention` in github.com/apple/axlearn,
-    axlearn/common/attention.py.
+    `Attention` there, with the bias `attn_bias` before the sigmoid and scores masked by the smallest number.
+    `SigmoidAttention` in github.com/apple/axlearn, axlearn/common/attention.py, sets the bias to -log of the training
+    length.
     """
     attention, x = attention_of(attention={"operation": {"kind": "sigmoid", "shift": "context"}}), read()
     q, k, v = heads(attention, x)
@@ -309,7 +309,7 @@ def llama(ours: Transformer) -> LlamaForCausalLM:
 def test_value_residuals_equal_their_authors_code(first: float, own: float) -> None:
     """github.com/Zcchill/Value-Residual-Learning, src/modeling/modeling_llama_resformer.py and .._svformer.py.
 
-    They are transformers' Llama but for what becomes of the values of a layer, and Llama is what is executed here.
+    They change only the values of transformers' Llama, so Llama is executed here with hooks on its values.
     """
     ours = transformer(
         position={"kind": "rotary", "theta": THETA}, value_residual={"kind": "fixed", "first": first, "own": own}

@@ -1,4 +1,4 @@
-"""Registers: several learned tokens in front of the sequence; one of them is the sink token, bit for bit."""
+"""Registers: several learned tokens in front of the sequence; a single one equals the sink token bit for bit."""
 
 from typing import Any
 
@@ -114,7 +114,7 @@ def test_a_register_can_be_zeroed_by_its_position_from_the_first_token_backwards
         pass
 
 
-def test_a_massive_activation_on_a_register_is_named_by_it() -> None:
+def test_the_ablation_of_a_massive_activation_names_its_register() -> None:
     led = model(3)
     with torch.no_grad():
         led.get_parameter("sink_token")[0, 1, 4] = 500.0

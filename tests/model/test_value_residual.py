@@ -44,7 +44,7 @@ def values(transformer: Transformer) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("gate", ["none", "value"])
-def test_layers_from_the_second_attend_to_the_mixture(gate: str) -> None:
+def test_all_layers_but_the_first_attend_to_the_mixed_values(gate: str) -> None:
     (first, kept), *later = values(model({"kind": "fixed", "first": 0.7, "own": -0.2}, gate=gate))
     assert torch.equal(kept, first)
     assert len(later) == 2
@@ -62,7 +62,7 @@ def test_learned_lambdas_start_at_the_recipes_values_and_the_first_layer_has_non
     assert_close(learned(tokens()), fixed(tokens()))
 
 
-def test_learned_lambdas_have_the_gradient_of_their_values() -> None:
+def test_the_gradient_of_a_learned_lambda_equals_its_finite_difference() -> None:
     learned = model("learned")
     learned.loss(tokens()).backward()
     weight = learned.get_parameter("blocks.1.attention.value_residual.first")
@@ -76,7 +76,7 @@ def test_learned_lambdas_have_the_gradient_of_their_values() -> None:
     assert weight.grad.item() == pytest.approx((losses[1] - losses[0]) / 2e-5, rel=1e-4)
 
 
-def test_with_the_first_values_alone_later_values_are_not_trained() -> None:
+def test_later_value_projections_have_no_gradient_if_only_the_first_values_are_used() -> None:
     shared = model({"kind": "fixed", "first": 1.0, "own": 0.0})
     shared.loss(tokens()).backward()
     rows = slice(4 * 8 + 2 * 8, None)  # behind those of queries and keys

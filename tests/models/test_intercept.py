@@ -51,7 +51,7 @@ def keys_seen(adapter: Adapter, tokens: torch.Tensor, edits: list[Any], watch_fi
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_observers_see_the_edited_call_whoever_entered_first(name: str) -> None:
+def test_observers_see_the_edited_call_in_either_order_of_entering(name: str) -> None:
     model, tokens = MODELS[name]()
     before, after = (keys_seen(adapt(model), tokens, [EDIT], first) for first in (True, False))
     assert torch.equal(before, after)
@@ -88,7 +88,7 @@ def test_measuring_under_an_edit_measures_the_edited_calls(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_two_edits_at_once_hold_both(name: str) -> None:
+def test_two_edits_at_once_are_both_applied(name: str) -> None:
     model, tokens = MODELS[name]()
     edits = [EDIT, RollingCache(3, 0, in_cache=False)]
     one, other = (keys_seen(adapt(model), tokens, order, True) for order in (edits, edits[::-1]))
@@ -98,7 +98,7 @@ def test_two_edits_at_once_hold_both(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_uses_may_end_in_any_order_and_leave_the_model_as_it_was(name: str) -> None:
+def test_intercepts_may_end_in_any_order_and_leave_the_model_unchanged(name: str) -> None:
     model, tokens = MODELS[name]()
     adapter = adapt(model)
     expected, narrow = adapter.hidden(tokens), None
@@ -162,7 +162,7 @@ def test_nested_observers_each_see_every_edited_call_once(name: str, edit_at: in
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("use", ["edit", "compute", "observe"])
 @torch.no_grad()
-def test_an_intercept_that_raises_leaves_the_model_as_it_was(name: str, use: str) -> None:
+def test_an_intercept_that_raises_leaves_the_model_unchanged(name: str, use: str) -> None:
     model, tokens = MODELS[name]()
     adapter = adapt(model)
     expected, hooks = adapter.hidden(tokens), hooks_on(adapter.module)

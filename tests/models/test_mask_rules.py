@@ -1,4 +1,4 @@
-"""Masks of Hugging Face models that are read as rules: no entry is computed, and the numbers are those of entries."""
+"""Masks of Hugging Face models are read as rules without computing their entries, and measurements are the same."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,7 +75,7 @@ def read_masks(model: Any, **inputs: Any) -> list[Mask]:
 
 @contextmanager
 def as_entries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Masks as transformers builds them."""
+    """Build masks with their entries, as transformers does."""
     with monkeypatch.context() as patch:
         patch.setattr(interface, "ruled_mask", interface.sdpa_mask)
         yield
@@ -108,7 +108,9 @@ def test_an_unpadded_measurement_computes_no_mask_of_queries_by_keys(
 
 @pytest.mark.parametrize("side", PADDING)
 @pytest.mark.parametrize("name", WINDOWS)
-def test_the_numbers_are_those_of_the_entries(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_with_mask_rules_equal_those_with_mask_entries(
+    name: str, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, real = model_of(WINDOWS[name]()), padded(side)
     given: dict[str, Any] = {"attention_mask": real} if side != "none" else {}
     rules = read_masks(model, input_ids=TOKENS, use_cache=False, **given)
@@ -131,7 +133,9 @@ def test_the_numbers_are_those_of_the_entries(name: str, side: str, monkeypatch:
 
 
 @pytest.mark.parametrize("name", ["mistral", "gpt-oss"])
-def test_on_a_card_flex_attention_computes_windows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_attention_computes_sliding_windows_where_it_is_available(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = model_of(WINDOWS[name]())
     with evaluating(model):
         expected = model(TOKENS, use_cache=False).logits
@@ -161,7 +165,7 @@ def llama4() -> Any:
     )
 
 
-def test_chunks_packed_sequences_and_caches_keep_their_entries() -> None:
+def test_chunked_masks_packed_sequences_and_caches_have_dense_masks() -> None:
     model = model_of(WINDOWS["mistral"]())
     assert isinstance(read_masks(model_of(llama4()), input_ids=TOKENS, use_cache=False)[0], Dense)
     packed = torch.cat((torch.arange(100), torch.arange(T - 100))).expand(2, -1)
@@ -172,12 +176,12 @@ def test_chunks_packed_sequences_and_caches_keep_their_entries() -> None:
     assert isinstance(read_masks(model, input_ids=TOKENS[:, 100:], past_key_values=cache)[0], Dense)
 
 
-def test_a_short_sequence_under_a_window_is_plainly_causal() -> None:
+def test_a_sequence_no_longer_than_its_window_has_a_plain_causal_mask() -> None:
     masks = read_masks(model_of(WINDOWS["gemma3"]()), input_ids=TOKENS[:, :WIDTH], use_cache=False)
     assert all(mask.plain for mask in masks)
 
 
-def test_a_rule_behaves_as_its_entries_and_moves_without_them() -> None:
+def test_a_mask_rule_acts_like_its_entries_and_changes_device_without_computing_them() -> None:
     made = 0
 
     def entries() -> Tensor:

@@ -1,4 +1,4 @@
-"""The hash of a model's files: the same for a copy, another for other weights, tokenizers and code."""
+"""The hash of a model's files: the same for a copy, another for changed weights, tokenizers and configs."""
 
 import os
 import shutil
@@ -40,14 +40,14 @@ def change(path: Path, start: int, length: int) -> None:
     path.write_bytes(data)
 
 
-def test_a_copy_has_the_same_hash_at_any_time(model: Path, tmp_path: Path) -> None:
+def test_a_copy_with_other_timestamps_has_the_same_hash(model: Path, tmp_path: Path) -> None:
     copy = with_times(Path(shutil.copytree(model, tmp_path / "copy")), 1)
     assert model_files(copy) == model_files(model)
     file = Path(shutil.copyfile(model / "model.safetensors", tmp_path / "other.safetensors"))
     assert model_files(file) == model_files(model / "model.safetensors")
 
 
-def test_every_byte_of_every_file_counts(model: Path, tmp_path: Path) -> None:
+def test_a_changed_byte_in_any_file_changes_the_hash(model: Path, tmp_path: Path) -> None:
     place = Path(shutil.copytree(model, tmp_path / "copy"))
     save_file({"weight": torch.zeros(2**21)}, place / "large.safetensors")
     for name in ("tokenizer.json", "config.json", "model.safetensors", "large.safetensors"):
@@ -56,7 +56,7 @@ def test_every_byte_of_every_file_counts(model: Path, tmp_path: Path) -> None:
         assert model_files(place) != before
 
 
-def test_a_link_to_a_file_that_is_gone_is_left_out(model: Path, tmp_path: Path) -> None:
+def test_a_broken_link_does_not_change_the_hash(model: Path, tmp_path: Path) -> None:
     place = Path(shutil.copytree(model, tmp_path / "copy"))
     (place / "old.safetensors").symlink_to("gone")
     assert model_files(place) == model_files(model)

@@ -1,4 +1,4 @@
-"""Models in the forms in which people hold them: compiled, wrapped, without a head, with adapters, quantised."""
+"""Models that are compiled, wrapped, without an LM head, with adapters or quantised."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def refused(graph: Any, inputs: Any) -> Any:
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("forward", [False, True])
-def test_a_model_compiled_in_place_is_measured_and_recorded_as_it_was(
+def test_a_model_compiled_in_place_is_measured_and_recorded_like_the_uncompiled_one(
     forward: bool, whole: bool, model: Any, folder: Path, tokens: Tensor
 ) -> None:
     compiled = load_pretrained(str(folder)).model
@@ -58,7 +58,7 @@ def test_a_model_compiled_in_place_is_measured_and_recorded_as_it_was(
     torch.testing.assert_close(watch.layers[0].importance_BHT.mean(0), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_only_recorded_passes_of_compiled_code_around_a_model_run_uncompiled(model: Any, tokens: Tensor) -> None:
+def test_compiled_code_that_calls_a_model_runs_uncompiled_only_while_it_is_recorded(model: Any, tokens: Tensor) -> None:
     graphs, kernels = [], []
 
     def counted(graph: Any, inputs: Any) -> Any:
@@ -93,7 +93,7 @@ def test_only_recorded_passes_of_compiled_code_around_a_model_run_uncompiled(mod
     assert len(graphs) == 1
 
 
-def test_a_wrapped_model_is_the_model_inside(model: Any, tokens: Tensor) -> None:
+def test_a_wrapped_model_is_measured_and_recorded_like_the_model_inside(model: Any, tokens: Tensor) -> None:
     compiled: Any = torch.compile(model, backend="eager")
     for form in (compiled, nn.DataParallel(model)):
         assert_same(form, model, tokens)
@@ -137,7 +137,7 @@ def test_a_model_with_another_head_is_refused_by_name(model: Any, folder: Path, 
         load_pretrained(str(tmp_path / "other"))
 
 
-def test_settings_of_a_config_that_only_concern_its_users_change_nothing(folder: Path, tokens: Tensor,
+def test_return_dict_and_attn_implementation_in_a_config_do_not_change_a_measurement(folder: Path, tokens: Tensor,
                                                                          tmp_path: Path) -> None:  # fmt: skip
     expected = sinklab.measure(load_pretrained(str(folder)).model, tokens)
     for name, settings in (("tuple", {"return_dict": False}), ("flash", {"attn_implementation": "flash_attention_2"})):
@@ -148,7 +148,7 @@ def test_settings_of_a_config_that_only_concern_its_users_change_nothing(folder:
         assert (found.loss, found.sink_rate) == (expected.loss, expected.sink_rate)
 
 
-def test_dtypes_are_named_as_people_name_them() -> None:
+def test_common_names_of_dtypes_are_accepted() -> None:
     names = {"fp16": torch.float16, "torch.float16": torch.float16, "half": torch.float16, "BF16": torch.bfloat16,
              "torch.bfloat16": torch.bfloat16, "fp32": torch.float32, "float": torch.float32}  # fmt: skip
     assert {name: pick_dtype(name) for name in names} == names

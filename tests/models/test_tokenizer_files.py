@@ -1,4 +1,4 @@
-"""The ids are those of tokenizer.json where transformers rebuilds a tokenizer and changes them."""
+"""Token ids are those of tokenizer.json, also if transformers rebuilds the tokenizer with other ids."""
 
 import json
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_the_ids_are_those_of_tokenizer_json_with_a_note_if_transformers_has_oth
     theirs: Any = AutoTokenizer.from_pretrained(folder)
     try:
         differs = theirs(TEXT, add_special_tokens=False)["input_ids"][:24] != expected
-    except Exception:  # as the tokenizer of Gemma, without <unk>
+    except Exception:  # such as of Gemma's tokenizer, which needs <unk>
         differs = True
     for tokenizer in ("auto", "file"):
         model = open_model(str(folder), Loading(tokenizer=tokenizer))
@@ -83,14 +83,14 @@ def test_the_ids_are_those_of_tokenizer_json_with_a_note_if_transformers_has_oth
 
 
 @pytest.mark.parametrize("kind", ["auto", "file"])
-def test_the_tokenizer_of_the_file_is_saved_as_a_trainer_saves_it(kind: Any, tmp_path: Path) -> None:
+def test_the_tokenizer_of_the_file_keeps_its_ids_when_saved_and_loaded_again(kind: Any, tmp_path: Path) -> None:
     folder = model_with(tmp_path / "model", byte_level(None), LlamaConfig, "LlamaTokenizer")
     ids = (tokenizer := load_pretrained(str(folder), Loading(tokenizer=kind)).tokenizer)(TEXT)["input_ids"]
     tokenizer.save_pretrained(folder)
     assert load_pretrained(str(folder)).tokenizer(TEXT)["input_ids"] == ids
 
 
-def test_a_tokenizer_that_transformers_rebuilds_alike_has_no_note(tmp_path: Path) -> None:
+def test_a_tokenizer_that_transformers_rebuilds_with_the_same_ids_has_no_note(tmp_path: Path) -> None:
     tokenizer = byte_level(QWEN)
     tokenizer.add_special_tokens(["<|endoftext|>"])
     folder = model_with(tmp_path / "model", tokenizer, Qwen2Config, "Qwen2Tokenizer")
@@ -108,7 +108,7 @@ def test_the_tokenizer_of_transformers_is_used_if_requested(tmp_path: Path) -> N
     assert loaded.notes == []
 
 
-def test_a_request_for_the_file_of_a_model_without_one_is_refused(run: Run, tmp_path: Path) -> None:
+def test_the_option_tokenizer_file_is_refused_for_a_model_without_tokenizer_json(run: Run, tmp_path: Path) -> None:
     folder = model_with(tmp_path / "model", byte_level(None), LlamaConfig, "GPT2Tokenizer")
     theirs = json.loads((folder / "tokenizer.json").read_text())["model"]
     (folder / "vocab.json").write_text(json.dumps(theirs["vocab"]))
@@ -120,7 +120,7 @@ def test_a_request_for_the_file_of_a_model_without_one_is_refused(run: Run, tmp_
     assert "has no tokenizer.json; leave --tokenizer out" in err
 
 
-def test_added_tokens_beyond_the_embedding_matter_only_if_the_text_has_them(tmp_path: Path) -> None:
+def test_added_tokens_beyond_the_embedding_are_refused_only_if_the_text_contains_them(tmp_path: Path) -> None:
     tokenizer = byte_level(None)
     rows = tokenizer.get_vocab_size()
     tokenizer.add_special_tokens(["<|tool|>"])

@@ -31,7 +31,7 @@ ASSESSED: dict[str, dict[str, Any]] = {
 
 
 def small(variant: str = "softmax", **changes: Any) -> NativeAdapter:
-    """Random, and sharper than at the start, so that it matters which keys are seen."""
+    """A random model with enlarged weights, so that its outputs depend on which keys are visible."""
     config = {"layers": 2, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": VOCABULARY, "context": CONTEXT}
     model = Transformer(ModelConfig.model_validate({**config, **ASSESSED[variant], **changes}), seed=5)
     with torch.no_grad():

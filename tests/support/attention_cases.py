@@ -20,7 +20,7 @@ def declared(choice: ChoiceName) -> dict[str, Choice]:
     return {name: dict(example.values) for name, example in examples_of(choice).items()}
 
 
-# The baseline of each choice, what its kinds declare, and corners of the formulas that nobody trains at.
+# The baseline of each choice, the declared examples of its kinds, and extreme values of the formulas.
 OPERATIONS: dict[str, Choice] = {
     "softmax": {"kind": "softmax"},
     **declared("operation"),
@@ -100,7 +100,7 @@ def core_of(
     module = {"none": None, "slopes": Slopes(), "table": Table()}[position]
     score = None if module is None else module.score
     core = AttentionCore(config, kv_heads=G, head_width=head_width, position=score, heads=H, context=T)
-    core.add_module("table", module)  # whose parameters are the core's
+    core.add_module("table", module)  # so that its parameters are among the core's
     core = core.to(dtype)
     for i, parameter in enumerate(core.parameters()):
         with torch.no_grad():
@@ -120,7 +120,7 @@ def legal(operation: str, bias: str, mask: str, softcap: float | None, position:
 def qkv(
     seed: int = 0, dtype: torch.dtype = torch.float64, core: AttentionCore | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of H heads, as many of each as the core takes, keys and values of G, that require gradients."""
+    """Queries of H heads, one or two per head as the core takes, and keys and values of G; all require gradients."""
     generator, queries = torch.Generator().manual_seed(seed), 1 if core is None else core.operation.queries_per_head
     shapes = ((H, queries * D), (G, D), (G, D))
     q, k, v = (torch.randn(B, h, T, width, generator=generator, dtype=torch.float64) for h, width in shapes)
@@ -172,7 +172,7 @@ def proxy_scores(scores_BHTS: Tensor) -> Tensor:
 def assert_importance_is_that_of(
     core: AttentionCore, inputs: tuple[Tensor, Tensor, Tensor], scores: Tensor, tolerance: float
 ) -> None:
-    """Importance from explicit scores, key by key, as it is defined."""
+    """The importance equals its definition, computed key by key from explicit scores."""
     found = core.layer_call(*(x.detach() for x in inputs), *arguments(core)).importance()
     first, extra = core.leading, scores.shape[-1] - T  # a sink token and a rest: both go to no token
     raw, proxy = scores[:, :, first:], proxy_scores(scores)[:, :, first:]

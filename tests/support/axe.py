@@ -1,4 +1,4 @@
-"""axe-core over a page in the browser: findings that keep somebody from reading it."""
+"""Accessibility findings of axe-core on a page in the browser."""
 
 import json
 import os
@@ -14,7 +14,7 @@ AXE = "axe-core/axe.min.js"
 
 @cache
 def axe_script() -> str:
-    """The code of axe-core, which `make test-browser` installs beside the packages of Python where there is npm."""
+    """The code of axe-core, which `make test-browser` installs into the virtual environment if npm is available."""
     folders = [*os.environ.get("NODE_PATH", "").split(os.pathsep), f"{sys.prefix}/node_modules"]
     for folder in filter(None, folders):
         if (script := Path(folder) / AXE).is_file():

@@ -1,4 +1,4 @@
-"""Chromium driven through its debugging pipe: real clicks and keys, windows of any size, what it says and requests."""
+"""Chromium driven through its debugging pipe: real clicks and keys, windows of any size, console and requests."""
 
 import base64
 import json
@@ -97,7 +97,7 @@ class BrowserTab:
         self._wait(lambda: bool(self.evaluate(f"Boolean({expression})")), expression)
 
     def until_asked_for(self, ending: str) -> None:
-        """Wait until the last request was for an address with this ending; what becomes of it does not matter.
+        """Wait until the last request was for an address with this ending, whether it succeeds or not.
 
         Raises:
             TimeoutError: no such request comes.
@@ -119,7 +119,7 @@ class BrowserTab:
         return found["x"] + found["width"] / 2, found["y"] + found["height"] / 2
 
     def click(self, selector: str) -> None:
-        """With the mouse."""
+        """Click an element with the mouse."""
         x, y = self.show(selector)
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
@@ -131,7 +131,7 @@ class BrowserTab:
             self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + shift, y=y)
 
     def press(self, key: str) -> None:
-        """A key, on what has the focus."""
+        """Press a key, which the focused element receives."""
         text, code = KEYS[key]
         about = {"key": key, "code": "Space" if key == " " else key, "windowsVirtualKeyCode": code}
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **about)
@@ -149,7 +149,7 @@ class BrowserTab:
 
 @contextmanager
 def browser_tab(program: str, profile: Path) -> Iterator[BrowserTab]:
-    """A browser of its own with one page, ended with the block."""
+    """Start a browser with one page, which ends with the `with` block."""
     to_browser, from_browser = os.pipe(), os.pipe()
     settings = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
     quiet = ("--disable-background-networking", "--disable-component-update", f"--user-data-dir={profile}")

@@ -1,7 +1,7 @@
-"""Chat templates with the structure of those most in use, written anew, and tiny tokenizers and models for them.
+"""Chat templates with the structure of common ones, rewritten, and tiny tokenizers and models for them.
 
-Each keeps what matters for the first tokens: whether BOS is written, how roles are marked, whether content is stripped,
-what follows a special token, and generation blocks. `TEMPLATES` maps a name to (BOS, template).
+Each has the features that affect the first tokens: whether BOS is written, how roles are marked, whether content is
+stripped, the text after a special token, and generation blocks. `TEMPLATES` maps a name to (BOS, template).
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Conversations about sheep, a run of a little training, and models to be tuned on them."""
+"""Conversations about sheep, and briefly trained models to be tuned on them."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ MARKED = (
 
 
 def sheep_chats(path: Path, conversations: int = 40, turns: int = 1) -> Path:
-    """A .jsonl file in which the assistant counts; what it says is the same for every question."""
+    """A .jsonl file in which the assistant answers with one of three similar texts."""
     rows = [
         {
             "messages": [

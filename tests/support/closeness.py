@@ -1,7 +1,7 @@
-"""Comparisons that hold on any processor: relative to the largest of what is compared.
+"""Comparisons with a tolerance relative to the largest value, so that they hold on any processor.
 
 The last digits differ between processors, numbers of threads and versions of PyTorch: sums are taken in another order.
-What is lost is a share of the largest terms, not of each result: a logit of 20 has no digits beyond 2e-6.
+Rounding errors are relative to the largest terms, not to each result: a logit of 20 has no digits beyond 2e-6.
 """
 
 import torch
@@ -30,7 +30,7 @@ def assert_close(
 
 
 def assert_same_rates(measured: Measurement, expected: list[float], eps: str | None = None) -> None:
-    """The sink rates, in percent, of the same alphas above eps, but for one that rounding may put on either side.
+    """The sink rates, in percent, agree except for one alpha that rounding may put on the other side of eps.
 
     Args:
         eps: one of `measured.sink_rates`; the first unless given.

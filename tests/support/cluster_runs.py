@@ -1,4 +1,4 @@
-"""Runs that keep a cluster busy for some seconds each, and what the machines that trained them have written down."""
+"""Runs of some seconds each for tests on a cluster, and the logs of the machines that trained them."""
 
 import re
 from collections.abc import Callable
@@ -93,7 +93,7 @@ class Diary:
 
     @property
     def begun_at(self) -> list[int]:
-        """The step from which each process went on."""
+        """The step at which each process began or resumed the run."""
         return self._steps("ready")
 
     @property

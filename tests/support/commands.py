@@ -1,7 +1,7 @@
 """`sinklab` commands as processes of their own, forked from a server that has imported everything once.
 
-A process can be told to send itself a signal, such as a real SIGKILL, at its n-th function call, counted over the whole
-command or within a part of it: so every instant between two calls can be met, and the same one again.
+A process can send itself a signal, such as a real SIGKILL, at its n-th function call, counted over the whole command or
+within a part of it, so that a kill between any two calls can be tested and repeated.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ IMPORTED_ONCE = [
     "numpy.random",
     "numpy.ctypeslib",
 ]
-LIMIT_S = 120  # a process that is still there after this hangs
+LIMIT_S = 120  # a process that still runs after this counts as hanging
 
 
 Part = Literal["command", "preparation", "journal", "setup", "training", "update", "save"]
@@ -36,9 +36,9 @@ Part = Literal["command", "preparation", "journal", "setup", "training", "update
 
 @dataclass(frozen=True)
 class Kill:
-    """A signal, and at which function call, counted from 1 within a part of the command.
+    """A signal and the function call at which it is sent, counted from 1 within a part of the command.
 
-    Where the part is entered several times, the count goes on over all of them, or is that of the `time`-th alone.
+    If the part is entered several times, calls are counted over all entries, or within the `time`-th entry alone.
     """
 
     call: int
@@ -61,7 +61,7 @@ class Command:
         args: of the command.
         log: receives what the command prints.
         environment: in addition to this process's own.
-        kill: when it sends itself which signal.
+        kill: signal that the command sends itself, and when.
         count: also count function calls, for `calls`.
     """
 
@@ -104,7 +104,7 @@ def together(
     victim: int = 0,
     environment: Mapping[str, str] | None = None,
 ) -> list[Command]:
-    """The same command as `size` processes that find each other as torchrun's do; `kill` is for one of them."""
+    """The same command as `size` processes with the environment of torchrun; `kill` is for process `victim`."""
     places = [{**(environment or {}), **place} for place in _places(size)]
     return [
         Command(args, log.with_suffix(f".{rank}.log"), place, kill if rank == victim else None)
@@ -164,8 +164,8 @@ def _body(command: Command) -> None:
         os.dup2(log.fileno(), 2)
     os.environ.update(command.environment, COLUMNS="300")
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background inherit that it is ignored
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a sweep in this process has its server hold signals back
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background inherit that SIGINT is ignored
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the fork server of a sweep in this process blocks signals
     sys.argv = ["sinklab", *command.args]
     with _counting(command) if command.kill or command.count else contextlib.nullcontext():
         cli.main()
@@ -201,8 +201,8 @@ def _counting(command: Command) -> Iterator[None]:
         if event in ("call", "c_call"):
             for part in within:
                 counts[part][-1] += 1
-            # A handler that raises does so where Python looks for signals, as at the start of a Python function. In the
-            # place of a built-in one, such as that which releases the importer's lock, it would do what no signal can.
+            # Python runs handlers only at certain points, such as the start of a Python function. A handler that raised
+            # at the call of a built-in function, such as the release of the import lock, would do what no signal can.
             possible = event == "call" or (waiting and waiting.number == signal.SIGKILL)
             if waiting and possible and waiting.within in within and waiting.is_due(counts[waiting.within]):
                 number, waiting = waiting.number, None

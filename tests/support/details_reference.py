@@ -1,4 +1,4 @@
-"""The details once more, from whole matrices, one head at a time: independent of sinklab, checkable."""
+"""A reference for the details, from whole matrices and one head at a time, independent of sinklab."""
 
 import math
 import sys
@@ -64,7 +64,7 @@ class Read(NamedTuple):
 
     Attributes:
         attention: the matrices (N, L, H, T, T).
-        seen: queries, keys and values; None where they cannot be had.
+        seen: queries, keys and values; None for BLOOM, which does not call the attention interface.
         values: of every layer.
         hidden: the residual stream (N, blocks + 1, T, channels).
     """
@@ -89,7 +89,7 @@ def read_eagerly(model: Any, eager: Any, tokens: Tensor) -> Read:
 
 
 def entropy(A: Tensor) -> float:
-    """Mean over queries; what the keys did not get went to a sink."""
+    """Mean entropy over queries; attention that no key receives counts as that of a sink logit."""
     total = 0.0
     for row in A.tolist():
         rest = max(0.0, 1 - sum(row))
@@ -166,7 +166,7 @@ class Sink:
 
 
 def sinks(A_NLHTT: Tensor, hidden_NMTC: Tensor, tokens_NT: Tensor, eps: float) -> list[Sink]:
-    """All of them at positions 2 .. T / 2, strongest first, of sequences of at most 31 tokens."""
+    """All sinks at positions 2 .. T / 2, strongest first, of sequences of at most 31 tokens."""
     N, L, H, T, _ = A_NLHTT.shape
     assert T < 32
     found = []

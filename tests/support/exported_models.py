@@ -1,4 +1,4 @@
-"""Runs of every variant that were not trained but shaken, and tokenizers for them, as `sinklab export` finds them."""
+"""Untrained runs of every variant with enlarged weights, and tokenizers for them, as inputs of `sinklab export`."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ def tokenizer_in(folder: Path) -> Tokenizer:
 
 
 def shaken_run(variant: str, tokenizer_path: Path, **sizes: Any) -> TrainedRun:
-    """The model of a recipe with one intervention, its weights larger than at the start."""
+    """An untrained run of a recipe with one intervention, with enlarged weights."""
     base = {
         "name": variant,
         "model": {
@@ -46,5 +46,5 @@ def shaken_run(variant: str, tokenizer_path: Path, **sizes: Any) -> TrainedRun:
 
 
 def some_tokens(sequences: int = 2, length: int = 6) -> torch.Tensor:
-    """Fewer than a prefix has, so that what a cache must not keep is tried as well."""
+    """Random token ids: (sequences, length)."""
     return torch.randint(VOCABULARY, (sequences, length), generator=torch.Generator().manual_seed(0))

@@ -48,7 +48,7 @@ MULTI_QUERY: dict[str, Any] = GROUPED | {"num_key_value_heads": 1}
 LENGTH = 14
 
 
-IGNORING: dict[str, Any] = {  # they compute their attention themselves, whatever the interface names
+IGNORING: dict[str, Any] = {  # they do not call transformers' attention interface
     "falcon": lambda: hf.FalconConfig(
         vocab_size=64,
         hidden_size=32,
@@ -129,7 +129,7 @@ FAMILIES: dict[str, Any] = {
     **GPTJ,
 }
 
-COUNTING: dict[str, Any] = {  # positions from 3 on, and from the first column on, whatever the mask
+COUNTING: dict[str, Any] = {  # positions do not follow the mask: they begin at 3, and at the first column
     "roberta": lambda: hf.RobertaConfig(**dict[str, Any](SMALL, pad_token_id=2, is_decoder=True)),
     "bart": lambda: hf.BartConfig(
         vocab_size=64,
@@ -176,7 +176,7 @@ def pair_of(family: str) -> tuple[Any, Any]:
 
 @contextmanager
 def alibi_once(family: str) -> Iterator[None]:
-    """Falcon's eager attention adds ALiBi twice; the half of it twice is what its default attention adds."""
+    """Halve Falcon's ALiBi, which its eager attention adds twice and its default attention once."""
     with pytest.MonkeyPatch.context() as patch:
         if family == "falcon, alibi":
             whole = falcon.build_alibi_tensor

@@ -1,4 +1,4 @@
-"""Small HellaSwag files: items of counted sheep, as many of each right answer as of the others; records of items."""
+"""Small HellaSwag files with evenly distributed labels, and the records of their items."""
 
 import gzip
 import json
@@ -9,7 +9,7 @@ from sinklab.evaluating.evaluation import ItemRecord
 
 
 def sheep_items(count: int, words: int = 3) -> list[dict[str, Any]]:
-    """Items with contexts of so many numbers."""
+    """Items whose contexts have `words` numbers."""
     return [
         {
             "query": f"sheep jumps {' '.join(str(number * step) for step in range(1, words + 1))}",

@@ -1,4 +1,4 @@
-"""Hiding the first keys once more, at the scores: independent of masks, of hooks and of the attention interface."""
+"""A reference that hides the first keys in the scores, independent of masks, hooks and the attention interface."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,7 @@
 """The attention of the independent model: projections, scores and operations, row by row and head by head.
 
-d is a head's width, `width` that of its queries and keys where it is another, L the positions, S = L + 1 columns where
-a bias adds a key or a logit and L where it does not.
+d is a head's width, `width` that of its queries and keys if it differs, L the positions, S = L + 1 columns if a bias
+adds a key or a logit, else L.
 """
 
 import math
@@ -99,7 +99,7 @@ def own_value_alone(operation: Config, bias: Config) -> bool:
 
 
 def latent(model: Config, own: Weights, x: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values (B, L, H, width) of multi-head latent attention, turned where they are."""
+    """Queries, keys and values (B, L, H, width) of multi-head latent attention, with their rotary part rotated."""
     H, given, eps = model["heads"], model["projection"], model["norm"]["eps"]
     d = model["width"] // H
     rank, nope, value = given["kv_rank"] or 4 * d, given["nope_width"] or d, given["value_width"] or d
@@ -198,7 +198,7 @@ class Row(NamedTuple):
         return softmax(first, seen) - weight * softmax(second, seen)
 
     def _prepared(self, q: Tensor, k: Tensor, second: bool = False) -> tuple[Tensor, Tensor]:
-        """qk_norm, then rotary; a bias key is left as it is. Halves of a head are heads of their own."""
+        """qk_norm, then rotary; a bias key is unchanged. Halves of a head are separate heads."""
         L = len(self.times)
         own_keys = k[:, :L]
         if how := self.model["norm"]["qk_norm"]:
@@ -223,7 +223,7 @@ class Row(NamedTuple):
         return F.pad(self.visible, (0, 1), value=True)
 
     def _scores(self, q: Tensor, k: Tensor, cosine: bool = False) -> Tensor:
-        """z (B, L, S): scaled, capped, then what is added: to the sequence's keys by position, to a bias key b."""
+        """z (B, L, S): scaled, capped, then with the terms of positions for tokens and the offset b for a bias key."""
         lengths = q.norm(dim=-1).unsqueeze(-1) * k.norm(dim=-1).unsqueeze(-2)
         lengths = torch.where(lengths > 0, lengths, 1.0)
         z = q @ k.transpose(1, 2) / (lengths if cosine else math.sqrt(q.shape[-1]))
@@ -303,7 +303,7 @@ def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
 
 
 def of_scores(operation: Config, own: Weights, head: int, z: Tensor, seen: Tensor) -> Tensor:
-    """A (B, L, S) from the scores, for every operation that needs no more than them."""
+    """A (B, L, S) from the scores, for every operation that depends on the scores alone."""
     kind = operation["kind"]
     if kind == "softmax":
         p = operation["p"]
@@ -365,7 +365,7 @@ def entmax15(z: Tensor, seen: Tensor) -> Tensor:
 
 
 def sticks(z: Tensor, seen: Tensor) -> Tensor:
-    """Share by share: of the latest key first, of the query's own never; what is left of every row comes last."""
+    """Shares of the keys before the query, from the latest to the first; the last column is the rest of the row."""
     rows = []
     for t in range(z.shape[1]):
         left, row = torch.ones_like(z[:, t, 0]), {}

@@ -1,7 +1,6 @@
 """The formula of an attention core by itself, from the pieces of the independent model, head by head.
 
-Of the core it takes the numbers of its config, its parameters, `Mask.allowed` and the `Score` of a position, and no
-other code.
+It uses the core's config and parameters, `Mask.allowed` and the `Score` of a position, and no other code of sinklab.
 """
 
 import math
@@ -33,7 +32,7 @@ def formula(
 def _of_head(
     core: Any, h: int, heads: int, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, gates: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Output (B, T, V) and A of one query head, in which what a bias adds and the rest of a row are the last column."""
+    """Output (B, T, V) and A of one query head; a bias or the rest of a row is the last column of A."""
     operation, T = core.operation.model_dump(), q.shape[1]
     learned: Any = core.learned
     kind, half = operation["kind"], q.shape[-1] // 2

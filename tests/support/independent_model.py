@@ -1,7 +1,7 @@
-"""A second model, from docs/interventions.md and the papers alone: explicit T x T matrices, float64, no sinklab.
+"""An independent model, written from docs/interventions.md and the papers: T x T matrices in float64, without sinklab.
 
-It shares no code and no thought with what it checks: where the two disagree, the page and its sources decide which is
-right. `run` takes the model part of a resolved recipe as a plain dict and the weights under our parameters' names.
+If it disagrees with sinklab's model, the page and its sources decide which is right. `run` takes the model part of a
+resolved recipe as a plain dict and the weights under our parameters' names.
 
 B sequences, T tokens, N registers (1 is a sink token, 0 without), L = N + T positions, E width, d head width, H query
 heads, G key heads, S = L + 1 columns where a bias adds a key or a logit and L where it does not. A row is a query.

@@ -1,6 +1,6 @@
-"""Random legal recipes over the whole product of docs/interventions.md, and a covering set that leaves no cell to luck.
+"""Random legal recipes over all combinations of docs/interventions.md, and a set that covers the required ones.
 
-A draw that `build_recipe` refuses is drawn anew, so that what is legal is decided in one place.
+A draw that `build_recipe` refuses is repeated, so that only `build_recipe` decides which recipes are legal.
 """
 
 import random
@@ -101,7 +101,7 @@ VALUE_RESIDUALS = ["none", {"kind": "fixed", "first": 0.7, "own": -0.4}, "fixed"
 
 
 def random_recipe(seed: int, pattern: bool = False) -> Recipe:
-    """One legal recipe, another for every seed; with a pattern of layers that differ."""
+    """The legal recipe of a seed; with `pattern`, some of its layers differ."""
     rng = random.Random(f"{'pattern' if pattern else 'recipe'} {seed}")
     while True:
         drawn = _drawn(rng, {})
@@ -149,7 +149,7 @@ def covering_cells() -> dict[str, Cell]:
 
 
 def cell_is_legal(cell: Cell) -> bool:
-    """A bias without a value acts through the row sum; a sink logit, through scores that kernels do not have."""
+    """Return True if the bias has an effect: without a value it needs a row sum, a sink logit needs scores."""
     operation, bias = cell.get("operation", {"kind": "softmax"}), cell.get("bias", {"kind": "none"})
     logit = bias["kind"] in ("sink_logit", "off_by_one")
     without_value = logit or (bias["kind"] == "k" and "value" not in bias)
@@ -207,7 +207,7 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
             "norm": {
                 "kind": rng.choice(["rmsnorm", "rmsnorm_single", "layernorm", "dynamic_tanh"]),
                 "placement": rng.choice(["pre", "post", "sandwich"]),
-                # Behind a norm of heads, what scales a head alone has a gradient by eps only: not one of rounding.
+                # A head norm cancels the scale of a head but for eps: a large eps keeps its gradient above rounding.
                 "eps": 1e-2 if head_norm else rng.choice([1e-5, 1e-2]),
                 "alpha": rng.uniform(0.2, 1.5),
                 "qk_norm": rng.choice([False, False, False, True, "per_head"]),
@@ -236,7 +236,7 @@ def _drawn(rng: random.Random, cell: Cell) -> dict[str, Any]:
             "pattern": cell.get("pattern"),
         },
     }
-    if "projection" in cell:  # which does not go with either
+    if "projection" in cell:  # a latent projection supports neither kv_heads nor qk_norm
         drawn["model"] |= {"kv_heads": None, "norm": drawn["model"]["norm"] | {"qk_norm": False}}
     return drawn
 
@@ -265,7 +265,7 @@ def _mask(rng: random.Random, kind: str, context: int) -> dict[str, Any]:
 
 
 def _varied(rng: random.Random, choice: Choice) -> Choice:
-    """The same kind, and what it has of numbers drawn anew; 0 and 1 are left, as they are neutral."""
+    """The same kind with its numbers drawn again; 0 and 1 are kept, because they are neutral."""
     varied = {key: rng.uniform(*RANGES[key]) if key in RANGES and value not in (0.0, 1.0) else value
               for key, value in choice.items()}  # fmt: skip
     if "buckets" in choice:

@@ -1,4 +1,4 @@
-"""An assessment as `sinklab assess` writes it, all parts, with made-up numbers; loss 3 unless something is changed."""
+"""A made-up assessment of all parts, as `sinklab assess` writes it; the loss of the unchanged model is 3."""
 
 import json
 from pathlib import Path

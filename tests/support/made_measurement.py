@@ -1,4 +1,4 @@
-"""A measurement made from numbers, by the accumulator as ever."""
+"""A measurement that the accumulator computes from random numbers."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Runs of an experiment that nobody trained: their numbers are made up, so that the verdict on them is known."""
+"""Runs of an experiment with made-up numbers, so that the verdict on them is known."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

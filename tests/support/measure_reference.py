@@ -1,4 +1,4 @@
-"""The metric once more, from attention matrices and with explicit loops: independent of sinklab, slow, checkable."""
+"""A reference for the metric, from attention matrices and with explicit loops, independent of sinklab."""
 
 from dataclasses import dataclass
 from typing import Any

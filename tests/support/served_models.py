@@ -23,7 +23,7 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     "gpt-oss": lambda **sizes: hf.GptOssConfig(
         **(ROPE | sizes),
         num_local_experts=2,
-        num_experts_per_tok=2,  # all of them, so that rounding sends no token to another one
+        num_experts_per_tok=2,  # all of them, so that rounding routes no token to another expert
         sliding_window=WINDOW,
     ),
     "gemma2": lambda **sizes: hf.Gemma2Config(
@@ -53,7 +53,7 @@ def started(command: Callable[[int], list[str]], ready: str, env: dict[str, str]
                 break
         else:
             raise AssertionError(f"the server did not start:\n{''.join(printed)}")
-        threading.Thread(target=process.stdout.read, daemon=True).start()  # so that it can go on printing
+        threading.Thread(target=process.stdout.read, daemon=True).start()  # a full pipe would block the server
         while process.poll() is None:  # it listens a moment later
             with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
                 break
@@ -94,14 +94,14 @@ def loaded(folder: Path, *altered: str, dtype: torch.dtype = torch.float32) -> A
 
 
 class ServedModel:
-    """What a server knows.
+    """A model behind a server, and the form of its answers.
 
     Args:
         form: that of vLLM ("prompt_logprobs"), of the OpenAI interfaces of SGLang and llama-cpp-python ("echo"), the
             same that refuses other fields ("strict"), of llama-cpp-python without BOS, where the log-probability of
             each token is that of following itself ("late"), of SGLang ("generate"), of llama.cpp ("next"), or none
             ("chat").
-        front: function from the token ids of a text, or given token ids, and whether it is a text, to what is read.
+        front: function from the token ids of a prompt, and whether it is a text, to the ids that the model reads.
     """
 
     def __init__(

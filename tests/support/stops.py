@@ -4,7 +4,7 @@ from sinklab.jobs import JobEvent
 
 
 class Stops:
-    """Raises KeyboardInterrupt once so many steps are finished; remembers which were started."""
+    """Raises KeyboardInterrupt after `after` finished steps; records the started steps."""
 
     def __init__(self, after: int | None = None) -> None:
         self.started: list[str] = []

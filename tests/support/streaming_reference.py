@@ -1,7 +1,7 @@
-"""Caches written out: every token by itself, every head by itself, explicit vectors; nothing of sinklab's attention.
+"""A reference for KV caches, one token and one head at a time, without code of sinklab's attention.
 
-A layer keeps of each token its key before rotation, its value and its position in the text. What a policy keeps is a
-list of positions, shorter after every step.
+A layer keeps the key before rotation, the value and the position in the text of each token. A policy returns the
+positions that stay in the cache before each step.
 """
 
 import math
@@ -33,7 +33,7 @@ class HeadCache:
 
 
 def first_and_recent(size: int, first: int) -> Policy:
-    """So that with the next query's own key the cache holds `size`."""
+    """Keep so many keys that the cache has `size` together with the next query's own key."""
 
     def stay(cache: HeadCache, t: int) -> list[int]:
         return [s for s in sorted(cache.keys) if s < first or s > t - (size - first)]
@@ -77,7 +77,7 @@ def distinct_keys(size: int, turned: int) -> Policy:
 
 
 def last_rotated(x_D: Tensor, position: int, width: int) -> Tensor:
-    """The last `width` numbers turned, the others as they are."""
+    """Rotate the last `width` numbers and leave the others unchanged."""
     return torch.cat([x_D[: len(x_D) - width], rotated(x_D[len(x_D) - width :], position)])
 
 
@@ -105,7 +105,7 @@ def weights(kind: str, logits: list[float], bias: float | None) -> list[float]:
 
 @torch.no_grad()
 def streamed(model: Transformer, tokens_T: Tensor, policy: Policy, in_cache: bool) -> Tensor:
-    """The hidden states (T, E) of a model of ours in float64, a token at a time.
+    """The hidden states (T, E) of one of our models in float64, computed one token at a time.
 
     Args:
         in_cache: positions are those in the cache, not those in the text.

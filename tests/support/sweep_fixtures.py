@@ -1,4 +1,4 @@
-"""Directories as a sweep leaves them: runs NAME-HASH with their records, and the summary of all experiments."""
+"""Made-up directories of sweeps: runs NAME-HASH with their records, and the summary of all experiments."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ SEEDS = 3
 
 @dataclass(frozen=True)
 class MadeCell:
-    """A cell as it came out.
+    """A cell with its results.
 
     Attributes:
         final: Sink_1 and the sink on the bias (percent), the norm ratio, the validation loss.
@@ -122,7 +122,7 @@ EXPERIMENTS = {
 
 
 def claims_of(experiments: dict[str, ExperimentSummary]) -> list[JudgedClaim]:
-    """One claim per verdict, in turn over the experiments, and at least one for each of these.
+    """One claim per verdict, assigned to the experiments in turn, and at least one per experiment.
 
     The text and the evidence contain the experiment's title, which may be markup.
     """
@@ -164,7 +164,7 @@ def make_sweep(
 
 
 def judge_the_paper(top: Path) -> Path:
-    """Give the sweep of `make_sweep` claims that are among the paper's at a glance, in the place of its own."""
+    """Replace the claims of a sweep of `make_sweep` by claims that the report shows under "The paper at a glance"."""
     path = top / "summary.json"
     summary = Summary.model_validate(json.loads(path.read_text(encoding="utf-8")))
 
@@ -194,7 +194,7 @@ def judge_the_paper(top: Path) -> Path:
 
 
 def make_cell(top: Path, name: str, cell: MadeCell) -> CellSummary:
-    """Its runs on the disk, and what the summary says of it."""
+    """Write the runs of a cell and return its summary."""
     runs = [make_sweep_run(top, name, cell, seed) for seed in range(cell.seeds)]
     done = [run for run in runs if run.status == "done"]
     names = sorted({key for run in done for key in run.values})
@@ -207,7 +207,7 @@ def make_cell(top: Path, name: str, cell: MadeCell) -> CellSummary:
 
 
 def make_sweep_run(top: Path, name: str, cell: MadeCell, seed: int) -> CellRun:
-    """A run directory NAME-HASH with its record, its name that of the recipe; equal runs of two cells are one."""
+    """Write a run directory NAME-HASH with its record, named like the recipe; equal runs of two cells share it."""
     recipe = recipe_values("tiny") | {"name": name if cell.change else "softmax", "seed": seed}
     text = yaml.safe_dump({**recipe, "changed": dict(cell.change)}, sort_keys=False)
     run_hash = hashlib.sha256(text.encode()).hexdigest()[:16]

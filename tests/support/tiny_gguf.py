@@ -70,7 +70,7 @@ def as_gguf(
     """Write the Llama of a directory as llama.cpp does: matrices of that kind, everything else in float32.
 
     Args:
-        architecture: what the file says that it is.
+        architecture: name of the architecture in the file.
         tensors_in_a_file: if not 0, the model is split into files of this many tensors, named PATH-00001-of-00003.gguf.
         scaled: with factors for its rotary frequencies, as Llama 3.1 has.
     """
@@ -169,7 +169,7 @@ def _name(name: str, other: Mapping[str, str] = {}) -> str:
 
 
 def _interleaved(array: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp turns neighbouring channels, transformers those half a head apart."""
+    """Reorder rows, as llama.cpp rotates neighbouring channels and transformers those half a head apart."""
     return array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
 
 

@@ -30,7 +30,7 @@ def tiny_model(folder: Path, kind: str = "gpt2", *, seed: int = 0, bos: bool = F
 
 
 def text_file(path: Path, documents: int = 12, seed: int = 0, words: int = 40) -> Path:
-    """A .jsonl file of documents of so many words."""
+    """A .jsonl file of this number of documents, each of this number of words."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [{"text": " ".join(_words(words, seed + i))} for i in range(documents)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Losses beside the cross-entropy: their formulas from the blocks' outputs, their gradients, and their own place."""
+"""Losses added to the cross-entropy: their formulas, their gradients, and their separate reporting."""
 
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def expected(model: Transformer, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("bias", ["none", "sink_token"])
-def test_the_terms_are_those_of_the_papers_in_value_and_gradient(bias: str) -> None:
+def test_added_losses_equal_the_papers_formulas_in_value_and_gradient(bias: str) -> None:
     config = recipe(model={"vocab_size": 31, "attention": {"bias": bias}}).model
     model = Transformer(config, seed=1).double()
     tokens = torch.randint(31, (2, 17), generator=torch.Generator().manual_seed(0))
@@ -103,8 +103,10 @@ def block_outputs() -> list[Tensor]:
     return [(4 * torch.randn(2, 5, 8, generator=stream, dtype=torch.float64)).requires_grad_() for _ in range(3)]
 
 
-def test_losses_and_metrics_are_reported_apart_from_what_is_added(dataset: TokenDataset, tmp_path: Path) -> None:
-    """Before the first update both models are the same, and so is every number of theirs."""
+def test_added_losses_are_reported_separately_from_the_loss_and_the_metrics(
+    dataset: TokenDataset, tmp_path: Path
+) -> None:
+    """Before the first update, both models have the same weights and therefore the same metrics."""
     plain, changed = (
         Trainer(open_run(recipe(**x), dataset, tmp_path / n)) for n, x in (("a", {}), ("b", {"losses": BOTH}))
     )
@@ -122,7 +124,9 @@ def test_losses_and_metrics_are_reported_apart_from_what_is_added(dataset: Token
     assert rows[-1]["valid_added_losses"]["tweo"] < rows[0]["valid_added_losses"]["tweo"]
 
 
-def test_micro_batches_have_the_gradient_of_the_whole(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_micro_batches_with_added_losses_give_the_gradient_of_the_whole_batch(
+    dataset: TokenDataset, tmp_path: Path
+) -> None:
     gradients = []
     for size in (4, 2):
         trainer = Trainer(open_run(recipe(losses=BOTH, train={"micro_batch": size}), dataset, tmp_path / str(size)))
@@ -143,7 +147,7 @@ def test_recomputed_blocks_have_the_same_gradient(dataset: TokenDataset, tmp_pat
     assert all(torch.equal(kept, again) for kept, again in zip(*gradients, strict=True))
 
 
-def test_a_recipe_without_them_has_the_hash_that_it_had() -> None:
+def test_unset_added_losses_do_not_change_the_hash_of_a_recipe() -> None:
     hashes = {recipe(losses=x).content_hash("data") for x in ({}, {"hidden_z": None}, BOTH)}
     assert len(hashes) == 2
     dumped = recipe().model_dump(mode="json")

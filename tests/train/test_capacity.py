@@ -1,4 +1,4 @@
-"""A recipe beyond the memory is refused in a sentence, before anything is built."""
+"""A recipe that needs more memory than the machine has is refused before anything is built."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def recipe(*changes: str) -> Recipe:
 
 
 def has(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """Let the machine have so many bytes."""
+    """Make the machine report `size` bytes of memory."""
     monkeypatch.setattr(planning, "total_bytes", lambda device: size)
 
 
@@ -36,7 +36,7 @@ def total(wanted: Recipe, processes: int = 1) -> int:
         (["model.width=1024", "train.batch_size=1", "model.context=64"], "model.width, model.layers"),
     ],
 )
-def test_a_recipe_beyond_the_memory_is_refused_with_what_to_decrease(
+def test_a_recipe_beyond_the_memory_is_refused_with_the_settings_to_decrease(
     changes: list[str], smaller: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = recipe(*changes)
@@ -53,7 +53,7 @@ def test_processes_on_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(InputError, match="decrease"):
         check_fits(wanted, pair)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # the other is on another machine
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # the other process is on another machine
     check_fits(wanted, pair)
 
 
@@ -74,7 +74,7 @@ def test_the_default_recipe_is_refused_before_its_text_is_prepared(run: Run, mon
     assert [path.name for path in Path().iterdir()] == ["defaults.yaml"]
 
 
-def test_with_anyway_a_failed_allocation_is_reported_in_a_sentence(run: Run) -> None:
+def test_a_failed_allocation_with_the_option_anyway_is_reported_as_out_of_memory(run: Run) -> None:
     sets = ["model.width=10000000", "data.source=synthetic:bigram_backcopy:length=65,documents=20000"]
     sets += ["data.tokenizer=words", "data.bos=false", "train.device=cpu"]
     settings = [arg for value in sets for arg in ("--set", value)]

@@ -63,7 +63,7 @@ def shard(checkpoint: Path) -> Path:
 
 
 def summed(checkpoint: Path) -> None:
-    """Make the checksums right again, so that only the contents are wrong."""
+    """Recompute the checksums, so that only the contents are wrong."""
     files = sorted(path for path in checkpoint.iterdir() if path.name != SUMS)
     (checkpoint / SUMS).write_text("".join(f"{sha256_of(path)}  {path.name}\n" for path in files))
 
@@ -152,7 +152,7 @@ def test_a_valid_checkpoint_is_loaded_without_a_warning(two: Path, caplog: pytes
     assert caplog.records == []
 
 
-def test_with_damaged_checkpoints_only_training_is_refused(two: Path) -> None:
+def test_training_is_refused_if_all_checkpoints_are_damaged(two: Path) -> None:
     for checkpoint in two.iterdir():
         flip(shard(checkpoint))
     with pytest.raises(
@@ -180,7 +180,7 @@ def test_a_checkpoint_without_tensors_of_other_processes_is_refused(
     whole = tensor_store.write_tensors
 
     def half(folder: Path, tensors: Mapping[str, Tensor], distributed: bool) -> None:
-        whole(folder, dict(list(tensors.items())[::2]), distributed)  # as if the others wrote on a disk of their own
+        whole(folder, dict(list(tensors.items())[::2]), distributed)  # as if other processes wrote to separate disks
 
     model, optimizer = trained()
     save_checkpoint(tmp_path, model, optimizer, TrainState(4), "run", keep=1)

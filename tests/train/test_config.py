@@ -135,7 +135,7 @@ LATER = [
 
 
 @pytest.mark.parametrize("changed", LATER)
-def test_a_later_key_changes_the_hash_only_beyond_its_neutral_value(changed: str) -> None:
+def test_a_key_added_later_changes_the_hash_only_if_its_value_is_not_neutral(changed: str) -> None:
     before = {"": "40d507f639ef7edb", "model.attention.bias=sink_token": "ec8395dedb0ef0a9"}  # of `tiny-128`
     for override, known in before.items():
         overrides = [override] if override else []
@@ -167,7 +167,7 @@ def test_huge_numbers_and_endless_values_are_refused_at_once(override: str, mess
 
 
 def test_the_initialisation_key_keeps_earlier_hashes() -> None:
-    before = "40d507f639ef7edb"  # of `tiny-128` then
+    before = "40d507f639ef7edb"  # of `tiny-128` before the key existed
     assert load_recipe("tiny-128").content_hash("d") == before
     assert load_recipe("tiny-128", ["model.init=declared"]).content_hash("d") == before
     assert load_recipe("tiny-128", ["model.init=torch"]).content_hash("d") != before
@@ -220,7 +220,7 @@ def test_a_value_in_the_place_of_a_kind_is_refused_with_the_kinds() -> None:
 
 
 @pytest.mark.parametrize("text", ["model: 3", "model:", "model: []", "optim:", "model: {attention: {mask: }}"])
-def test_a_section_of_a_recipe_file_is_not_a_value_or_empty(text: str, tmp_path: Path) -> None:
+def test_a_section_of_a_recipe_file_that_is_a_value_or_empty_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(InputError, match=r"mine\.yaml is not a valid recipe:\n  \S+ must be .*a section"):
         load_recipe(str(tmp_path / "mine.yaml"), ["model.layers=2", "optim.lr=0.1", "model.attention.mask.width=8"])
@@ -248,7 +248,7 @@ def test_an_optional_section_may_be_null() -> None:
         load_recipe("tiny", ["data.random_tokens=5", "data.random_tokens.start=1", "data.random_tokens.end=3"])
 
 
-def test_sdpa_is_refused_for_what_it_cannot_compute() -> None:
+def test_the_backend_sdpa_is_refused_for_operations_other_than_plain_softmax() -> None:
     with pytest.raises(InputError, match="sdpa supports plain softmax only"):
         load_recipe("tiny", ["model.attention.backend=sdpa", "model.attention.operation=sigmoid"])
     with pytest.raises(InputError, match=r"kind='softmax' alpha=2\.0"):

@@ -92,7 +92,7 @@ def test_the_replay_of_a_compiled_loss_names_the_same_tensor(
             Trainer(open_run(wanted, dataset, tmp_path / name)).train()
         named.append(replay(existing_run(wanted, dataset, tmp_path / name), 2).first_not_finite)
     assert named[0] == named[1]
-    assert "torch/_dynamo" not in capfd.readouterr().err  # its warnings are of no use to who trains
+    assert "torch/_dynamo" not in capfd.readouterr().err  # warnings of Dynamo do not help the user
 
 
 def test_a_replay_finds_a_damaged_weight(dataset: TokenDataset, tmp_path: Path) -> None:
@@ -107,14 +107,16 @@ def test_a_replay_finds_a_damaged_weight(dataset: TokenDataset, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("step", [0, 8])
-def test_a_step_that_the_run_does_not_have_is_refused(step: int, dataset: TokenDataset, tmp_path: Path) -> None:
+def test_the_replay_of_a_step_or_run_that_does_not_exist_is_refused(
+    step: int, dataset: TokenDataset, tmp_path: Path
+) -> None:
     with pytest.raises(InputError, match=f"--replay {step}: the run has steps 1..7"):
         replay(open_run(recipe(), dataset, tmp_path), step)
     with pytest.raises(InputError, match="contains no run: train it first"):
         existing_run(recipe(), dataset, tmp_path / "nowhere")
 
 
-def test_a_second_trainer_is_refused_and_reading_is_not(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_a_second_trainer_of_a_run_is_refused_but_the_run_can_be_loaded(dataset: TokenDataset, tmp_path: Path) -> None:
     run = open_run(recipe(), dataset, tmp_path)
     first = Trainer(run)
     first._update()
@@ -181,7 +183,9 @@ def test_lost_evaluations_are_reported(dataset: TokenDataset, tmp_path: Path, ca
     [b"\xff\xfe\x00\x93garbage", b'{"step": 0}\n[3]\n{"step": 3}\n', b'{"stop": 0}\n{}\n', b"[" * 10**5 + b"\n\n"],
     ids=["binary", "a list", "no step", "deep"],
 )
-def test_damaged_metrics_are_named_in_a_sentence(garbage: bytes, dataset: TokenDataset, tmp_path: Path) -> None:
+def test_damaged_metrics_are_refused_with_the_line_and_left_unchanged(
+    garbage: bytes, dataset: TokenDataset, tmp_path: Path
+) -> None:
     Trainer(open_run(recipe(), dataset, tmp_path)).train()
     (tmp_path / "metrics.jsonl").write_bytes(garbage)
     with pytest.raises(SinklabError, match=r"metrics\.jsonl, line \d, is invalid .*restore the file, or delete it"):
@@ -189,7 +193,7 @@ def test_damaged_metrics_are_named_in_a_sentence(garbage: bytes, dataset: TokenD
     assert (tmp_path / "metrics.jsonl").read_bytes() == garbage
 
 
-def test_a_value_of_the_wrong_type_is_named(tmp_path: Path) -> None:
+def test_a_metric_of_the_wrong_type_is_refused_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "valid_loss": "low"}\n')
     with pytest.raises(InputError, match=r"line 1, is invalid \(valid_loss: Input should be a valid number"):
         read_history(tmp_path / "metrics.jsonl")
@@ -238,7 +242,7 @@ def test_a_damaged_shard_is_named(damage: str, says: str, dataset: TokenDataset,
         TokenDataset(folder)
 
 
-def test_a_read_only_shard_is_enough(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_training_does_not_write_into_its_data_directory(dataset: TokenDataset, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     shutil.copytree(dataset.directory, folder)
     for path in folder.iterdir():
@@ -249,7 +253,7 @@ def test_a_read_only_shard_is_enough(dataset: TokenDataset, tmp_path: Path) -> N
     assert files(folder) == before
 
 
-def test_a_clock_that_is_set_back_changes_nothing(
+def test_speeds_are_positive_although_the_clock_is_set_back(
     dataset: TokenDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = itertools.count(time.time(), -3600)

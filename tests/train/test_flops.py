@@ -48,8 +48,8 @@ def counted(wanted: Recipe, length: int) -> int:
     ],
     ids=str,
 )
-def test_the_count_equals_pytorchs_where_every_query_sees_every_key(model: dict[str, object]) -> None:
-    # The eager backend computes all pairs, and a prefix over the whole sequence allows them all but the last's row.
+def test_the_flop_count_equals_pytorchs_if_every_query_sees_every_key(model: dict[str, object]) -> None:
+    # The eager backend computes all pairs, so those that the causal mask hides are added to our count.
     attention = {**dict(model.get("attention", {})), "backend": "eager"}  # type: ignore[call-overload]
     causal = recipe(**{**model, "attention": attention})
     positions = SIZES["context"] + shape_of(causal.model).leading
@@ -60,7 +60,7 @@ def test_the_count_equals_pytorchs_where_every_query_sees_every_key(model: dict[
     assert ours.total + in_square == counted(causal, SIZES["context"])
 
 
-def test_the_60m_recipe_has_the_operations_of_the_formula() -> None:
+def test_the_flops_of_a_60m_model_are_those_of_the_formula() -> None:
     sizes = {"layers": 10, "width": 768, "heads": 8, "ffn_width": 1536, "vocab_size": 50432, "context": 2048}
     flops = model_flops(build_recipe({"model": sizes}).model)
     assert flops.matrices == 6 * 2048 * 10 * (4 * 768 * 768 + 3 * 768 * 1536)
@@ -98,7 +98,7 @@ def test_a_kernel_is_linear_in_the_length_and_quadratic_under_a_window() -> None
     assert model_flops(windowed.model).attention == 3 * 2 * 4 * 32 * (8 * 9 // 2 + 24 * 8)
 
 
-def test_a_linear_layer_costs_its_state_read_written_and_read_and_its_convolution() -> None:
+def test_a_linear_layer_costs_three_passes_over_its_state_and_its_convolution() -> None:
     mixer = {"kind": "gated_delta", "key_heads": 2, "value_width": 6, "conv": 3}
     flops, plain = (model_flops(recipe(mixer=one).model) for one in (mixer, "attention"))
     channels = 2 * 2 * 8 + 4 * 6
@@ -115,7 +115,7 @@ def test_the_shape_of_the_1b_model_takes_no_memory() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
-def test_the_peak_of_a_card_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_flops_of_a_card_are_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     cards = {
         "NVIDIA H200": 990e12,
         "NVIDIA H200 NVL": 835e12,

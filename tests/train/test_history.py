@@ -38,7 +38,7 @@ def test_reports_read_evaluations_by_step_and_resumed_runs_read_them_as_written(
     "line",
     ['{"step": -1}', '{"step": 1.5}', '{"step": 1, "lr": "low"}', '{"step": 1, "sink_rate": null}', '{"a": 1}', "[1]"],
 )
-def test_a_line_with_invalid_values_is_damaged(line: str, tmp_path: Path) -> None:
+def test_a_line_with_invalid_values_is_refused(line: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"metrics\.jsonl, line 2, is invalid"):
         read_history(metrics(tmp_path, f'{{"step": 0}}\n{line}\n'))
 

@@ -93,7 +93,7 @@ def test_muon_leaves_embeddings_head_norms_and_biases_to_adamw() -> None:
     }
 
 
-def test_muon_takes_the_projections_of_embeddings() -> None:
+def test_muon_updates_the_projections_of_embeddings() -> None:
     model = Transformer(recipe({"name": "muon"}).model.model_copy(update={"embedding": "projected"}))
     hidden = {id(parameter) for parameter in hidden_matrices(model)}
     assert {id(model.embedding_map.weight), id(model.head_map.weight)} <= hidden
@@ -237,7 +237,9 @@ def test_qk_clip_is_part_of_a_training_step(tmp_path: Path) -> None:
         ({"projection": "latent"}, "projection full"),
     ],
 )
-def test_qk_clip_is_refused_where_it_has_no_meaning(model: dict[str, object], message: str) -> None:
+def test_qk_clip_is_refused_for_sigmoid_attention_qk_norm_and_latent_projections(
+    model: dict[str, object], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         build_recipe(SMALL, {"model": model, "optim": {"qk_clip": 50.0}})
 

@@ -46,7 +46,7 @@ def command(tokens: Path, out: Path, *settings: str) -> list[str]:
 
 
 def trained(tokens: Path, out: Path, processes: int, *settings: str, steps: int = 30) -> list[float]:
-    """Train in so many processes; returns the training loss of every step, nats per token."""
+    """Train in this number of processes; return the training loss of every step, nats per token."""
     args = command(tokens, out, f"train.steps={steps}", *settings)
     running = together(args, out, processes) if processes > 1 else [Command(args, out.with_suffix(".log"))]
     for process in running:
@@ -136,7 +136,7 @@ def test_processes_that_do_not_train_the_same_run_are_refused(other: str, tokens
 
 
 def refused(world: World, args: list[str], other: str) -> None:
-    """Make a trainer of a run that is the second process's own."""
+    """Expect an error for a trainer whose run differs in the second process."""
     if world.rank == 1 and other == "directory":
         args = [*args[:-1], f"{args[-1]}-elsewhere"]
     if world.rank == 1 and other != "directory":
@@ -148,7 +148,7 @@ def refused(world: World, args: list[str], other: str) -> None:
 
 
 def stop_at(world: World, args: list[str], step: int) -> None:
-    """Train until so many updates are done, then be asked to stop; only the last process is asked."""
+    """Train until `step`, at which only the last process is asked to stop."""
     trainer = trainer_of(world, args)
     trainer.should_stop = lambda: trainer.state.step >= step and world.rank == world.size - 1
     outcome = trainer.train()
@@ -185,7 +185,7 @@ def test_a_nan_in_one_gradient_of_one_process_stops_all_before_the_update(
 
 
 def plant_nan(world: World, args: list[str], moment: str, folder: Path) -> None:
-    """Three good updates, then one in which a gradient of process 1 has a NaN; nothing may change anywhere."""
+    """After three updates, a gradient of process 1 has a NaN: no process may change its weights."""
     trainer = trainer_of(world, args)
     for _ in range(3):
         trainer._update()
@@ -220,7 +220,7 @@ def test_a_process_that_fails_in_the_backward_pass_ends_the_others(tokens: Path,
 
 
 def fail_in_backward(world: World, args: list[str]) -> None:
-    """A defect, or the memory's end, in the middle of the third update of process 1."""
+    """Raise an error in the backward pass of the third update of process 1."""
     trainer = trainer_of(world, args)
 
     def fail(gradient: torch.Tensor) -> None:
@@ -241,7 +241,7 @@ def test_replicas_compile_without_cutting_blocks_into_buckets(tokens: Path, tmp_
 
 
 def compile_whole_parts(world: World, args: list[str]) -> None:
-    """An update with compiled blocks, where cutting fails, as it does in older PyTorch."""
+    """Update with compiled blocks while splitting them into buckets fails, as in older PyTorch."""
     from torch._dynamo.backends.distributed import DDPOptimizer
 
     def refuse(*_: object) -> None:

@@ -78,7 +78,7 @@ def test_compiled_blocks_can_be_recomputed(name: str, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """Trains a small run with these settings of `train`; gives its metrics without what depends on the clock."""
+    """Trains a small run with these settings of `train`; returns its metrics without those that depend on the clock."""
     data = prepare(
         settings_of("synthetic:bigram_backcopy:length=17,documents=200", "words", valid_fraction=0.2), tmp_path / "data"
     )

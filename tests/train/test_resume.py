@@ -33,7 +33,7 @@ SOURCE = "synthetic:bigram_backcopy:length=9,documents=400"
 """Two documents in a chunk, so that masks of documents have something to hide."""
 SAMPLE = ("softmax", "k_biases")
 SEEN = 1e-6
-"""Relative: a variant whose losses come no further from those of plain softmax is rounding. Softcap has 7e-6."""
+"""Relative difference from the losses of plain softmax that is no longer rounding. Softcap has 7e-6."""
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +69,10 @@ def of_softmax(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Tensor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "softmax"])
-def test_the_killed_run_differs_from_softmax(name: str, tokens: Path, of_softmax: Tensor, tmp_path: Path) -> None:
-    """A variant that changes nothing in this small a run would be killed and continued for nothing."""
+def test_the_run_of_every_variant_differs_from_that_of_softmax(
+    name: str, tokens: Path, of_softmax: Tensor, tmp_path: Path
+) -> None:
+    """The tests of killed runs prove nothing for a variant that has no effect in so small a run."""
     assert ((losses(name, tokens, tmp_path) - of_softmax).abs() > SEEN * of_softmax).any()
 
 
@@ -111,7 +113,7 @@ def test_a_killed_and_resumed_run_equals_the_undisturbed_run(name: str, tokens: 
 @pytest.mark.parametrize(
     ("number", "status"), one_in(3, [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
 )
-def test_a_signal_saves_and_the_status_says_whether_to_call_again(
+def test_a_signal_saves_a_checkpoint_and_ends_with_the_status_of_its_number(
     number: int, status: int, tokens: Path, tmp_path: Path
 ) -> None:
     args = ["train", str(written("softmax", tokens, tmp_path)), "--set", "train.save_every=12", "--out"]
@@ -156,7 +158,7 @@ def test_two_processes_with_one_killed_and_resumed_equal_the_undisturbed_two(
 
 
 @pytest.mark.slow
-def test_processes_stop_together_when_one_of_them_is_asked(tokens: Path, tmp_path: Path) -> None:
+def test_all_processes_stop_when_one_of_them_gets_a_signal(tokens: Path, tmp_path: Path) -> None:
     args = ["train", str(written("softmax", tokens, tmp_path)), "--out", str(tmp_path / "run")]
     pair = together(args, tmp_path / "asked", 2, Kill(1, "update", signal.SIGTERM, time=3), victim=1)
     assert [process.wait() for process in pair] == [75, 75]

@@ -1,4 +1,4 @@
-"""A shard while it is in use: cut short, changed, touched, deleted, on a disk that fails."""
+"""Faults of a shard that is in use: truncation, changes, deletion and a failing disk."""
 
 import json
 import os
@@ -80,7 +80,7 @@ def change(shard: Path) -> None:
 
 
 def train(data: Path, out: Path, damage: Callable[[Path], None], world: World = ALONE) -> str:
-    """Train, with the shard damaged in mid-run; returns how it ended."""
+    """Train with the shard damaged in mid-run; return the status or the error."""
     dataset = TokenDataset(data)
 
     def watch(step: int, row: dict[str, Any] | None) -> None:
@@ -95,7 +95,7 @@ def train(data: Path, out: Path, damage: Callable[[Path], None], world: World = 
 
 
 def train_damaged(world: World, data: Path, out: Path, damage: Callable[[Path], None]) -> None:
-    """In a process of its own, since reading what is not there may end it."""
+    """Train in a separate process, because reading a truncated file may kill it."""
     (out.parent / "said.json").write_text(json.dumps(train(data, out, damage)))
 
 
@@ -128,7 +128,7 @@ def test_a_run_continues_while_the_bytes_of_its_text_are_unchanged(
     assert saved(tmp_path / "run") == saved(tmp_path / "whole")
 
 
-def test_the_command_ends_with_status_1_and_a_sentence(data: Path, tmp_path: Path) -> None:
+def test_training_on_a_truncated_shard_ends_with_status_1_and_one_error_message(data: Path, tmp_path: Path) -> None:
     values = VALUES | {"data": {"source": str(data)}, "train": VALUES["train"] | {"steps": 100_000, "keep": 2}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
     command = [sys.executable, "-m", "sinklab", "train", "recipe.yaml", "--out", "run"]
@@ -171,12 +171,12 @@ def test_a_failing_disk_of_one_process_stops_all(data: Path, tmp_path: Path) -> 
 
 
 def train_on_copies(world: World, folder: Path) -> None:
-    """Each process reads a copy of its own; the second one's is changed. Both are told the same."""
+    """Train each process on a separate copy, of which the second is changed; write the status or the error."""
     told = train(folder / f"data{world.rank}", folder / "run", change if world.rank == 1 else os.utime, world)
     (folder / f"said{world.rank}.json").write_text(json.dumps(told))
 
 
-def test_text_that_has_changed_for_one_process_is_saved_by_none(tokens: Path, tmp_path: Path) -> None:
+def test_no_process_saves_a_checkpoint_after_the_text_of_one_has_changed(tokens: Path, tmp_path: Path) -> None:
     for rank in range(2):
         shutil.copytree(tokens, tmp_path / f"data{rank}")
     assert call_together(train_on_copies, 2, tmp_path) == [0, 0]
@@ -187,7 +187,7 @@ def test_text_that_has_changed_for_one_process_is_saved_by_none(tokens: Path, tm
 
 
 @NO_PROC
-def test_a_disk_that_fails_is_named_with_its_reason(data: Path) -> None:
+def test_a_shard_on_a_failing_disk_is_reported_with_the_reason(data: Path) -> None:
     dataset = TokenDataset(data)
     break_disk(dataset)
     with pytest.raises(SinklabError, match=r"train\.bin cannot be read: Input/output error\. .*sinklab data prepare"):

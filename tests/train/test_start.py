@@ -1,4 +1,4 @@
-"""`model.init_from`: a run that starts from a checkpoint, with its outputs, and is resumed bit for bit."""
+"""`model.init_from`: a run that starts from a checkpoint has its outputs and is resumed bit for bit."""
 
 import json
 import shutil
@@ -74,7 +74,7 @@ def some_tokens(length: int = 20) -> torch.Tensor:
 
 @pytest.mark.parametrize("added", NEUTRAL)
 @torch.no_grad()
-def test_the_start_has_the_outputs_of_the_checkpoint_with_any_addition(added: str, checkpoint: Path) -> None:
+def test_a_started_model_has_the_outputs_of_its_checkpoint_with_any_addition(added: str, checkpoint: Path) -> None:
     expected = AutoModelForCausalLM.from_pretrained(checkpoint)(some_tokens()).logits
     # A sink logit of -12 takes 6e-6 of a row of sum 1; everything else changes nothing but by rounding.
     tolerance = 5e-5 if added in ("a sink logit", "a sink logit in one layer", "k biases", "kv biases") else 1e-5
@@ -87,7 +87,7 @@ def test_gates_added_to_a_run_leave_its_outputs_unchanged_bit_for_bit(checkpoint
     assert torch.equal(plain(some_tokens()), gated(some_tokens()))
 
 
-def test_an_added_gate_is_learned(checkpoint: Path) -> None:
+def test_an_added_gate_has_a_gradient(checkpoint: Path) -> None:
     model = begun(checkpoint, NEUTRAL["a gate per head"])
     model.loss(some_tokens()).backward()
     gradient = model.get_parameter("blocks.0.attention.output_gate.linear.weight").grad
@@ -106,7 +106,7 @@ def test_sizes_and_tokenizer_that_a_recipe_leaves_open_are_the_checkpoints(check
     assert with_checkpoint_values(recipe) == recipe
 
 
-def test_a_bias_may_start_elsewhere(checkpoint: Path) -> None:
+def test_the_start_value_of_an_added_bias_can_be_chosen(checkpoint: Path) -> None:
     model = begun(checkpoint, {"attention": {"bias": {"kind": "sink_logit", "start": -3.0}}})
     assert model.get_parameter("blocks.1.attention.core.bias.logit").tolist() == [-3.0] * 4
 
@@ -128,7 +128,7 @@ def test_a_started_run_is_resumed_bit_for_bit(checkpoint: Path, text: Path, tmp_
     assert first["sink_rate_bias"] == 0
 
 
-def test_a_run_directory_can_be_a_start(tmp_path: Path) -> None:
+def test_a_run_can_start_from_a_run_directory(tmp_path: Path) -> None:
     there, text = trained_run(tmp_path, {})
     recipe = with_checkpoint_values(
         build_recipe(
@@ -227,7 +227,9 @@ def test_the_keys_of_a_start_keep_earlier_hashes() -> None:
         assert begun_elsewhere.content_hash("d") != known
 
 
-def test_a_gguf_file_can_be_a_start(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_file_gives_the_weights_of_its_directory_as_a_start(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     needed()
     monkeypatch.setenv("SINKLAB_CACHE", str(tmp_path / "cache"))
     path = as_gguf(checkpoint, tmp_path / "tiny.gguf")
@@ -237,7 +239,7 @@ def test_a_gguf_file_can_be_a_start(checkpoint: Path, tmp_path: Path, monkeypatc
         assert_close(tensor, from_directory[name], what=name)
 
 
-def test_impossible_starts_are_refused_in_a_sentence(checkpoint: Path, text: Path, run: Run, tmp_path: Path) -> None:
+def test_invalid_starts_are_refused_with_the_reason(checkpoint: Path, text: Path, run: Run, tmp_path: Path) -> None:
     command = on_one_line(run)
     (tmp_path / "recipe.yaml").write_text(
         f"data: {{source: {text}, valid_fraction: 0.2}}\nmetric: {{length: 16, sequences: 4}}\n"

@@ -54,7 +54,7 @@ def late_trainer(dataset: TokenDataset, out: Path) -> Trainer:
     return trainer
 
 
-def test_batches_are_returned_in_order_for_any_prefetched_one() -> None:
+def test_a_prefetcher_returns_the_requested_batches_in_any_order() -> None:
     batches = Prefetcher(lambda index: torch.tensor([index]), CPU, end=5)
     assert [batches.batch(index).item() for index in (0, 1, 2, 7, 3, 4)] == [0, 1, 2, 7, 3, 4]
 
@@ -82,7 +82,7 @@ def test_an_error_of_the_data_is_raised_in_the_loop() -> None:
         Prefetcher(fetch, CPU, end=5).batch(0)
 
 
-def test_reading_late_trains_the_same_model(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_a_late_check_for_finite_numbers_trains_the_same_model(dataset: TokenDataset, tmp_path: Path) -> None:
     now = Trainer(open_run(recipe(), dataset, tmp_path / "now"))
     late = late_trainer(dataset, tmp_path / "late")
     assert now.train() == late.train()
@@ -96,7 +96,7 @@ def test_reading_late_trains_the_same_model(dataset: TokenDataset, tmp_path: Pat
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_nothing_is_updated_from_a_gradient_that_is_not_finite_on(
+def test_nothing_is_updated_from_the_first_gradient_that_is_not_finite_on(
     dataset: TokenDataset, tmp_path: Path, late: bool
 ) -> None:
     trainer = (late_trainer if late else lambda d, out: Trainer(open_run(recipe(), d, out)))(dataset, tmp_path)
@@ -152,7 +152,7 @@ def test_settings_that_do_not_change_the_result_keep_the_hash() -> None:
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, int]]:
-    """Compiling without generating code, which takes long; gives the numbers of graphs and of breaks so far."""
+    """Compiling without generating code, which is slow; returns the numbers of graphs and of graph breaks so far."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -187,13 +187,13 @@ def test_compiled_blocks_give_the_same_gradients_and_measurement(
     assert before == (after if after is None else pytest.approx(after))
 
 
-def test_a_function_is_compiled_for_every_form_of_its_arguments(traced: Callable[[], dict[str, int]]) -> None:
+def test_a_function_is_compiled_again_for_every_new_argument(traced: Callable[[], dict[str, int]]) -> None:
     larger = compiled(lambda x, factor: x * factor, dynamic=False)
     assert [larger(torch.ones(()), factor).item() for factor in range(2, 22)] == list(range(2, 22))
     assert traced()["graphs"] == 20
 
 
-def test_auto_compiles_on_cuda_only() -> None:
+def test_blocks_are_not_compiled_by_auto_on_a_cpu_or_by_off_on_cuda() -> None:
     model = Transformer(build_recipe({"model": {**RECIPE["model"], "vocab_size": 50}, "metric": {"length": 16}}).model)  # type: ignore[dict-item]
     compile_blocks(model, "auto", CPU)
     compile_blocks(model, "off", torch.device("cuda"))
@@ -239,7 +239,7 @@ def test_a_recipe_with_a_compiled_loss_trains_uncompiled_without_a_compiler(
 def test_a_run_with_a_compiled_loss_resumes_exactly_and_is_evaluated_uncompiled(
     dataset: TokenDataset, tmp_path: Path
 ) -> None:
-    if not can_compile():  # which compiles: not at collection
+    if not can_compile():  # not at collection, because it compiles something
         pytest.skip("torch.compile needs a C++ compiler and Python's headers on a CPU")
     for name in ("off", "loss"):
         Trainer(open_run(recipe(train={"compile": name}), dataset, tmp_path / name)).train()

@@ -97,7 +97,7 @@ def test_a_continued_run_does_not_repeat_its_evaluations_in_tensorboard(tmp_path
 
 
 @needs("tensorboard")
-def test_a_run_killed_before_its_first_checkpoint_does_not_repeat_them_either(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_checkpoint_repeats_no_evaluations_in_tensorboard(tmp_path: Path) -> None:
     shutil.rmtree(train(tmp_path, "tensorboard") / "checkpoints")
     assert [event.step for event in events(train(tmp_path, "tensorboard")).Scalars("valid_loss")] == [0, 2, 4]
 

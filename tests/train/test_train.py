@@ -1,4 +1,4 @@
-"""Training: it learns, it is measured, and a stopped and resumed run equals the undisturbed run, bit for bit."""
+"""Training lowers the loss and is measured; a stopped and resumed run equals the undisturbed run bit for bit."""
 
 import itertools
 import json
@@ -125,7 +125,7 @@ def test_a_run_resumes_with_another_micro_batch(dataset: TokenDataset, tmp_path:
 
 
 def test_micro_batches_give_the_gradient_of_the_whole_batch(dataset: TokenDataset, tmp_path: Path) -> None:
-    """By gradients: AdamW and clipping hide a wrong scale of the gradient from the weights."""
+    """Gradients are compared, because AdamW and clipping hide a wrong scale of the gradient from the weights."""
 
     def gradients(micro_batch: int | None) -> tuple[float, dict[str, torch.Tensor]]:
         wanted = recipe(train={"micro_batch": micro_batch} if micro_batch else {})
@@ -175,9 +175,9 @@ def test_a_run_stopped_within_an_evaluation_equals_the_undisturbed_run(
     train(dataset, tmp_path / "whole", recipe())
     trainer = Trainer(open_run(recipe(), dataset, tmp_path / "halves"), should_stop=should_stop)
     assert trainer.train() == RunOutcome("stopped", step)
-    assert asked[0] == question  # obeyed at once: between batches, or between the blocks of the metric
+    assert asked[0] == question  # training stops at once, between batches or between the blocks of the metric
     there = [row["step"] for row in read_metrics(tmp_path / "halves" / "metrics.jsonl")]
-    assert (step in there) == (question == 11)  # that was the measurement at the end
+    assert (step in there) == (question == 11)  # which is within the measurement at the end
     train(dataset, tmp_path / "halves", recipe())
     (tensors, rows, _), (others, other_rows, _) = contents(tmp_path / "whole"), contents(tmp_path / "halves")
     assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
@@ -262,7 +262,7 @@ def test_an_interrupted_extension_is_completed(dataset: TokenDataset, tmp_path: 
         ({"shape": "cosine", "warmup_steps": 8}, 5, None),
     ],
 )
-def test_a_run_with_other_learning_rates_is_not_extended(
+def test_a_run_is_extended_only_before_its_learning_rates_differ(
     schedule: dict[str, object], stop_at: int | None, first: int | None, dataset: TokenDataset, tmp_path: Path
 ) -> None:
     short, long = recipe(schedule=schedule), recipe(schedule=schedule, train={"steps": 20})
@@ -330,7 +330,7 @@ def test_settings_that_do_not_change_the_result_are_not_named_as_differences(
         open_run(recipe(train=manner), dataset, tmp_path)
 
 
-def test_a_later_key_is_not_named_as_a_difference(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_a_recipe_key_added_later_is_not_named_as_a_difference(dataset: TokenDataset, tmp_path: Path) -> None:
     establish(open_run(recipe(), dataset, tmp_path))
     written = (tmp_path / "recipe.yaml").read_text()
     (tmp_path / "recipe.yaml").write_text(written.replace("  init:\n    kind: declared\n", ""))
@@ -411,7 +411,9 @@ def test_a_finished_run_can_be_loaded(dataset: TokenDataset, tmp_path: Path) -> 
     assert all(torch.equal(weight, ours[name]) for name, weight in loaded.model.state_dict().items())
 
 
-def test_a_directory_without_a_checkpoint_says_what_to_do(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_a_directory_without_a_checkpoint_is_refused_with_the_command_to_train_it(
+    dataset: TokenDataset, tmp_path: Path
+) -> None:
     with pytest.raises(InputError, match="not a run directory"):
         load_run(tmp_path)
     establish(open_run(recipe(), dataset, tmp_path))
@@ -440,13 +442,13 @@ def test_the_learning_rate_follows_the_schedule() -> None:
 
 @pytest.fixture
 def full_disk() -> Iterator[Callable[[], None]]:
-    """From the call on, no file of this process may grow beyond 1 kB, as on a disk that has filled up."""
+    """Returns a function that limits the files of this process to 1 kB, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_while_saving_loses_nothing(
+def test_a_full_disk_while_saving_keeps_the_earlier_checkpoints(
     dataset: TokenDataset, tmp_path: Path, full_disk: Callable[[], None]
 ) -> None:
     train(dataset, tmp_path / "whole", recipe())

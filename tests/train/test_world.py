@@ -47,7 +47,7 @@ def test_processes_wait_two_hours_until_the_first_update_and_then_ten_minutes(tm
         assert (tmp_path / f"rank-{rank}").read_text().splitlines() == expected
 
 
-def test_a_port_in_use_ends_the_process_in_a_sentence(
+def test_a_port_in_use_is_reported_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

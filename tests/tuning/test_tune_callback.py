@@ -18,7 +18,7 @@ TOKENS = torch.randint(3, 300, (6, 20), generator=torch.Generator().manual_seed(
 
 
 class Listening(hf.TrainerCallback):
-    """Keeps what it is told of evaluations."""
+    """Records the logs of evaluations."""
 
     def __init__(self) -> None:
         self.heard: list[dict[str, Any]] = []
@@ -45,7 +45,7 @@ def trainer_of(model: Any, folder: Path, callbacks: list[hf.TrainerCallback]) ->
     return hf.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=callbacks)  # type: ignore[arg-type]
 
 
-def test_every_evaluation_has_the_sink_that_measure_finds(tmp_path: Path) -> None:
+def test_every_evaluation_logs_the_sink_rate_and_norm_ratio_of_measure(tmp_path: Path) -> None:
     model = hf.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "model"))
     before = sinklab.measure(model, TOKENS, eps=0.07)
     callback = sinklab.SinkCallback(TOKENS, eps=0.07)
@@ -66,7 +66,7 @@ def test_every_evaluation_has_the_sink_that_measure_finds(tmp_path: Path) -> Non
     assert not any("_hooks" in name and hooks for module in model.modules() for name, hooks in vars(module).items())
 
 
-def test_callbacks_before_it_hear_the_sink_once_it_goes_first(tmp_path: Path) -> None:
+def test_earlier_callbacks_receive_the_sink_rate_only_after_goes_first(tmp_path: Path) -> None:
     model = hf.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "model"))
     padding = torch.ones_like(TOKENS)
     padding[0, :3] = 0
@@ -82,7 +82,7 @@ def test_callbacks_before_it_hear_the_sink_once_it_goes_first(tmp_path: Path) ->
         sinklab.SinkCallback(TOKENS).goes_first(trainer)
 
 
-def test_a_bias_of_our_own_is_logged_and_the_model_trains_as_before(tmp_path: Path) -> None:
+def test_the_callback_does_not_change_the_training_losses_of_an_exported_run(tmp_path: Path) -> None:
     run, _ = tuned_run(tmp_path / "plain", "sigmoid")
     model = hf.AutoModelForCausalLM.from_pretrained(exported(tmp_path, run))
     trainer = trainer_of(model, tmp_path / "out", [sinklab.SinkCallback(TOKENS.clamp(max=250))])
@@ -94,6 +94,6 @@ def test_a_bias_of_our_own_is_logged_and_the_model_trains_as_before(tmp_path: Pa
     assert [row["loss"] for row in trainer.state.log_history if "loss" in row] == with_it
 
 
-def test_tokens_that_are_none_are_refused() -> None:
+def test_tokens_that_are_not_integers_are_refused() -> None:
     with pytest.raises(InputError, match="expected integers"):
         sinklab.SinkCallback(torch.rand(2, 4))

@@ -55,7 +55,7 @@ def trained_text(spoken: TokenizedChat, tokenizer: hf.PreTrainedTokenizerBase) -
     return [str(tokenizer.decode(stretch)) for stretch in stretches]
 
 
-def test_a_tokenizer_without_a_template_is_given_ours_and_learns_what_the_assistant_says_and_to_stop(tokenizer) -> None:
+def test_the_default_template_trains_on_the_assistants_text_and_the_end_of_sequence(tokenizer) -> None:
     template = ChatTemplate(tokenizer)
     spoken = template.tokenize(TALK, "here")
     assert trained_text(spoken, tokenizer) == ["sheep jumps 4<|endoftext|>", "fence 16<|endoftext|>"]
@@ -64,7 +64,7 @@ def test_a_tokenizer_without_a_template_is_given_ours_and_learns_what_the_assist
     assert "sinklab's is used" in template.notes[0]
 
 
-def test_a_run_without_bos_has_a_template_without_it(tmp_path: Path) -> None:
+def test_the_default_template_has_no_bos_for_a_run_without_bos(tmp_path: Path) -> None:
     run, _ = tuned_run(tmp_path, bos=False)
     tokenizer: Any = hf.AutoTokenizer.from_pretrained(exported(tmp_path, run))
     assert str(tokenizer.decode(ChatTemplate(tokenizer).tokenize(TALK, "here").ids)).startswith("system:\n")
@@ -78,7 +78,7 @@ def test_the_prompt_for_an_answer_is_the_beginning_of_the_answered_conversation(
     assert not spoken.is_trained[len(asked) - 1]
 
 
-def test_a_template_without_marks_trains_on_what_each_answer_adds(tokenizer) -> None:
+def test_a_template_without_generation_marks_trains_on_the_text_that_each_answer_adds(tokenizer) -> None:
     marked = ChatTemplate(tokenizer, MARKED).tokenize(TALK, "here")
     unmarked = ChatTemplate(tokenizer, UNMARKED).tokenize(TALK, "here")
     assert unmarked.ids == marked.ids
@@ -86,18 +86,18 @@ def test_a_template_without_marks_trains_on_what_each_answer_adds(tokenizer) -> 
     assert trained_text(unmarked, tokenizer) == ["sheep jumps 4</s>\n", "fence 16</s>\n"]
 
 
-def test_a_template_that_rewrites_the_beginning_is_refused_with_what_to_do(tokenizer) -> None:
+def test_an_unmarked_template_that_changes_earlier_text_is_refused_with_a_remedy(tokenizer) -> None:
     counting = "{{ messages | length }} " + UNMARKED
     with pytest.raises(InputError, match=r"line 3: .*does not mark the assistant's text.*--chat-template FILE"):
         ChatTemplate(tokenizer, counting).tokenize(TALK, "chats.jsonl, line 3")
 
 
-def test_a_conversation_that_the_template_refuses_is_named(tokenizer) -> None:
+def test_a_conversation_that_the_template_cannot_render_is_refused_with_its_line(tokenizer) -> None:
     with pytest.raises(InputError, match=r"line 7: .*cannot render this conversation \(no system role\)"):
         ChatTemplate(tokenizer, "{{ raise_exception('no system role') }}").tokenize(TALK, "chats.jsonl, line 7")
 
 
-def test_conversations_are_cut_and_those_without_an_answer_before_that_left_out(tokenizer, tmp_path: Path) -> None:
+def test_conversations_are_truncated_and_those_left_without_an_answer_are_excluded(tokenizer, tmp_path: Path) -> None:
     rows = [
         {"messages": [{"role": "user", "content": "1 " * n}, {"role": "assistant", "content": "2"}]} for n in (1, 99)
     ]
@@ -127,7 +127,9 @@ def test_the_seed_decides_the_order(tokenizer, tmp_path: Path) -> None:
         ({"text": "hello"}, "no row has a conversation"),
     ],
 )
-def test_a_row_that_is_no_conversation_is_named(tokenizer, tmp_path: Path, row: dict[str, object], says: str) -> None:
+def test_a_row_without_a_trainable_conversation_is_refused(
+    tokenizer, tmp_path: Path, row: dict[str, object], says: str
+) -> None:
     with pytest.raises(InputError) as refused:
         read_chats(write_chats(tmp_path / "chats.jsonl", [row]), ChatTemplate(tokenizer), 48, 0)
     assert says in str(refused.value)
@@ -168,7 +170,7 @@ def test_conversations_may_be_as_long_as_the_context_that_yarn_extends(
         prepare_dataset(str(folder), sources, options, AS_IT_IS)
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+def test_inconsistent_options_are_refused() -> None:
     with pytest.raises(InputError, match="not a multiple of --micro-batch 5"):
         settings_for(TuneOptions(micro_batch=5), 64, 1, 10)
     with pytest.raises(InputError, match="--sink-length 65 exceeds the 64 tokens"):

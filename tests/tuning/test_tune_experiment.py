@@ -99,7 +99,7 @@ def test_a_preempted_tuning_is_resumed_by_the_same_call(folder: Run, monkeypatch
     assert len(tunings()) == 2
 
 
-def test_what_cannot_be_tuned_is_named_and_what_was_tuned_otherwise_refused(folder: Run) -> None:
+def test_runs_that_cannot_be_tuned_are_named_and_tunings_with_other_settings_are_refused(folder: Run) -> None:
     assert folder("reproduce", "tuned.yaml", *TUNE, "--seeds", 1)[0] == 0
     first, second = sorted(tunings())
     shutil.rmtree(first.parent)

@@ -1,4 +1,4 @@
-"""The committed results of figure 30 at scale tiny hold what their README says of them."""
+"""The committed results of figure 30 at scale tiny agree with the statements of their README."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`sinklab sft` with trl: the loss falls, the sink beside it is that of `measure`, interrupted and continued."""
+"""`sinklab sft` with trl: the loss falls, the sink rate equals that of `measure`, and tuning can be interrupted."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ QUICK = ("--steps", 6, "--lr", 0.01, "--batch-size", 8, "--eval-every", 3, "--sa
 
 
 def interrupt(event: JobEvent) -> None:
-    """Presses Ctrl-C after the third update."""
+    """Sends SIGINT, as Ctrl-C does, after the third update."""
     if event.kind == "advanced" and event.done == 3:
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -61,7 +61,7 @@ def test_the_loss_falls_and_base_and_chat_are_compared(run: Run, tmp_path: Path,
 
 
 def plain_loss(folder: Path, chats: Path, seed: int, held_out: int, length: int) -> float:
-    """Mean over what the assistant says in the conversations held out, from one plain forward pass for each."""
+    """Mean loss of the assistant's tokens in the held-out conversations, from one plain forward pass for each."""
     model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer: Any = hf.AutoTokenizer.from_pretrained(folder)
     if not tokenizer.chat_template:
@@ -83,7 +83,9 @@ def plain_loss(folder: Path, chats: Path, seed: int, held_out: int, length: int)
 
 
 @pytest.mark.parametrize("operation", ["softmax", "sigmoid"])
-def test_losses_and_sink_are_those_of_the_models_on_their_own(run: Run, tmp_path: Path, operation: str) -> None:
+def test_losses_and_sink_rates_equal_those_of_the_base_and_chat_models_measured_alone(
+    run: Run, tmp_path: Path, operation: str
+) -> None:
     model, chats = tuned_run(tmp_path / "base", operation)
     text = tmp_path / "base" / "sheep.jsonl"
     status, out, err = run("sft", model, "--data", chats, "--out", "tuned", *QUICK, "--text", text, "--json")
@@ -100,7 +102,7 @@ def test_losses_and_sink_are_those_of_the_models_on_their_own(run: Run, tmp_path
         assert found[name]["hidden_norm_ratio"] == pytest.approx(document["hidden_norm_ratio"], rel=1e-5)
 
 
-def test_interrupted_and_continued_it_is_the_undisturbed_tuning(tmp_path: Path) -> None:
+def test_an_interrupted_and_continued_tuning_equals_the_undisturbed_one(tmp_path: Path) -> None:
     model, chats = tuned_run(tmp_path / "base", "sigmoid")
     sources = TuneSources(chats)
     whole = tune(str(model), sources, SHORT, tmp_path / "whole").tuning
@@ -115,7 +117,7 @@ def test_interrupted_and_continued_it_is_the_undisturbed_tuning(tmp_path: Path) 
         assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
-def test_a_checkpoint_that_was_torn_is_passed_over(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_of_a_tuning_is_skipped(tmp_path: Path) -> None:
     model, chats = tuned_run(tmp_path / "base")
     tune(str(model), TuneSources(chats), SHORT, tmp_path / "out", observe=interrupt)
     checkpoints = tmp_path / "out" / "checkpoints"
@@ -126,7 +128,9 @@ def test_a_checkpoint_that_was_torn_is_passed_over(tmp_path: Path) -> None:
     assert continued.chat == tune(str(model), TuneSources(chats), SHORT, tmp_path / "whole").tuning.chat
 
 
-def test_the_command_stops_with_130_and_goes_on(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sft_ends_with_status_130_on_ctrl_c_and_the_same_call_resumes_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from sinklab.commands.terminal import JobProgress
 
     model, chats = tuned_run(tmp_path / "base")
@@ -157,7 +161,7 @@ def test_micro_batches_change_the_result_by_rounding_only(tmp_path: Path) -> Non
     assert found[0].chat.grad_norm == pytest.approx(found[1].chat.grad_norm, rel=1e-3)
 
 
-def test_labels_are_those_that_trl_makes_of_the_same_template(tmp_path: Path) -> None:
+def test_labels_equal_those_of_trl_with_the_same_template(tmp_path: Path) -> None:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -204,7 +208,7 @@ def test_every_kind_of_run_is_tuned(tmp_path: Path, variant: str) -> None:
     assert (found.chat.sink_rate_bias is None) == (variant in ("gate", "window"))
 
 
-def test_a_model_of_the_hub_with_a_template_of_its_own(tmp_path: Path, data_dir: Path) -> None:
+def test_a_hugging_face_model_is_tuned_with_a_given_chat_template(tmp_path: Path, data_dir: Path) -> None:
     chats = sheep_chats(tmp_path / "chats.jsonl")
     template = tmp_path / "template.jinja"
     template.write_text(MARKED)
@@ -217,7 +221,7 @@ def test_a_model_of_the_hub_with_a_template_of_its_own(tmp_path: Path, data_dir:
     assert (tmp_path / "out" / "model" / "chat_template.jinja").read_text() == MARKED
 
 
-def test_bad_input_is_a_sentence_and_leaves_nothing(run: Run, tmp_path: Path) -> None:
+def test_invalid_input_is_refused_and_leaves_no_directory(run: Run, tmp_path: Path) -> None:
     model, chats = tuned_run(tmp_path / "base")
     call = on_one_line(run)
     silent = write_chats(tmp_path / "silent.jsonl", [{"messages": [{"role": "user", "content": "hello"}]}])
@@ -235,7 +239,7 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(run: Run, tmp_path: Path) ->
         assert not (tmp_path / "tuned").exists()
 
 
-def test_another_tuning_is_not_continued_and_a_folder_of_another_kind_not_used(run: Run, tmp_path: Path) -> None:
+def test_a_directory_with_another_tuning_or_other_files_is_refused_as_the_output(run: Run, tmp_path: Path) -> None:
     model, chats = tuned_run(tmp_path / "base")
     assert run("sft", model, "--data", chats, "--out", "tuned", *QUICK)[0] == 0
     status, _, err = on_one_line(run)("sft", model, "--data", chats, "--out", "tuned", *QUICK, "--seed", 1)
@@ -254,7 +258,7 @@ def test_another_tuning_is_not_continued_and_a_folder_of_another_kind_not_used(r
     assert (tmp_path / "tuned" / "sft.json").read_text() == '{"mine": 1}'
 
 
-def test_the_directory_of_the_model_or_of_a_run_is_no_place_for_it(run: Run, tmp_path: Path) -> None:
+def test_the_directory_of_the_model_or_of_another_run_is_refused_as_the_output(run: Run, tmp_path: Path) -> None:
     model, chats = tuned_run(tmp_path / "base")
     other, _ = tuned_run(tmp_path / "other")
     before = (other / "metrics.jsonl").read_bytes()
@@ -266,7 +270,7 @@ def test_the_directory_of_the_model_or_of_a_run_is_no_place_for_it(run: Run, tmp
     assert (other / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_loss_that_is_no_number_ends_it(run: Run, tmp_path: Path) -> None:
+def test_a_diverging_tuning_ends_with_status_1_and_the_advice_to_lower_lr(run: Run, tmp_path: Path) -> None:
     model, chats = tuned_run(tmp_path / "base")
     status, _, err = on_one_line(run)(
         "sft", model, "--data", chats, "--out", "tuned", *QUICK, "--lr", 1000, "--steps", 40

@@ -19,7 +19,7 @@ CHARACTERS = "\nTaehinorstu:"
 
 
 def dropping_tokenizer() -> hf.PreTrainedTokenizerFast:
-    """Knows CHARACTERS and the space, drops all others without a trace, and joins a line feed with a T behind it."""
+    """A tokenizer of CHARACTERS and the space that drops all others and merges a line feed with a T after it."""
     vocabulary = {token: i for i, token in enumerate(["</s>", "▁", *CHARACTERS, "\nT", "th"])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("\n", "T"), ("t", "h")]))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -52,7 +52,7 @@ def writable(tokenizer: hf.PreTrainedTokenizerBase) -> Callable[[str], str]:
 @pytest.mark.parametrize("template", [DEFAULT, UNMARKED])
 @pytest.mark.parametrize("asked", ["no", "7 -- *#* 7", "T"])
 @pytest.mark.parametrize(("said", "written"), [("The sun", "The sun"), ("7T7h8e9 (s)un", "The sun"), ("**", "")])
-def test_a_tokenizer_that_drops_characters_trains_on_what_is_said(
+def test_a_tokenizer_that_drops_characters_trains_on_the_rest_of_the_assistants_text(
     template: str, asked: str, said: str, written: str
 ) -> None:
     tokenizer = dropping_tokenizer()
@@ -73,7 +73,7 @@ def test_a_word_that_the_tokenizer_joins_with_the_line_feed_before_it_is_trained
     assert spoken.ids[: len(prompt)] == prompt
 
 
-def test_where_nothing_of_an_answer_is_left_the_tokenizer_is_named_and_not_the_template() -> None:
+def test_an_answer_without_any_tokens_is_refused_as_a_limit_of_the_tokenizer() -> None:
     silent = "{% for m in messages %}:{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
     template = ChatTemplate(dropping_tokenizer(), silent)
     with pytest.raises(
@@ -82,7 +82,7 @@ def test_where_nothing_of_an_answer_is_left_the_tokenizer_is_named_and_not_the_t
         template.tokenize([{"role": "assistant", "content": "42"}], "chats.jsonl, line 3")
 
 
-def test_how_many_conversations_lose_characters_is_noted(tmp_path: Path) -> None:
+def test_the_number_of_conversations_that_lose_characters_is_noted(tmp_path: Path) -> None:
     rows = ["The", "42 suns"]
     lines = [
         f'{{"messages": [{{"role": "user", "content": "so"}}, {{"role": "assistant", "content": "{said}"}}]}}\n'
@@ -120,10 +120,10 @@ def check_real_conversations(tokenizer: hf.PreTrainedTokenizerBase, data_dir: Pa
         assert found.strip() == "".join(kept(text) + ends for text in said).strip(), where
 
 
-def test_real_conversations_are_trained_on_as_they_are_written(tokenizer, data_dir: Path) -> None:
+def test_training_tokens_of_real_conversations_decode_to_the_assistants_text(tokenizer, data_dir: Path) -> None:
     check_real_conversations(tokenizer, data_dir, every=13)
 
 
 @pytest.mark.slow
-def test_all_real_conversations_are_trained_on_as_they_are_written(tokenizer, data_dir: Path) -> None:
+def test_training_tokens_of_all_real_conversations_decode_to_the_assistants_text(tokenizer, data_dir: Path) -> None:
     check_real_conversations(tokenizer, data_dir, every=1)
