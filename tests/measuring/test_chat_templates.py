@@ -87,7 +87,8 @@ def test_threads_may_render_at_the_same_time(folder: Path) -> None:
 
     def render(number: int) -> None:
         own: Any = hf.AutoTokenizer.from_pretrained(folder)
-        found[number] = [rendered(own, "{{ messages[0].content }}", [{"role": "user", "content": f"{number}"}])] * 20
+        talk = [{"role": "user", "content": f"{number}"}]
+        found[number] = [rendered(own, "{{ messages[0].content }}", talk) for _ in range(20)]
 
     threads = [threading.Thread(target=render, args=(number,)) for number in range(4)]
     for thread in threads:

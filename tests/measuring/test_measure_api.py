@@ -42,13 +42,6 @@ def test_a_model_whose_forward_is_wrapped_is_measured(model: Any) -> None:  # as
     np.testing.assert_array_equal(found.importance_first, expected.importance_first)
 
 
-def test_sinklab_measure_is_callable_after_an_import_from_a_submodule(model: Any) -> None:
-    from sinklab.attention.importance import first_to_rest
-
-    assert first_to_rest(torch.tensor([[6.0, 2.0, 4.0]])).item() == 2
-    assert sinklab.measure(model, TOKENS).layers == 3
-
-
 def test_sequences_of_different_length_are_refused_with_what_to_do(model: Any) -> None:
     with pytest.raises(InputError, match=r"2 to 3 entries.*attention_mask"):
         sinklab.measure(model, [[1, 2, 3], [1, 2]])

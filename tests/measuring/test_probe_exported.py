@@ -110,7 +110,7 @@ def test_a_padded_batch_is_recorded_while_it_is_generated(name: str, tokenizer: 
 @pytest.mark.parametrize("name", ["registers", "prefix", "sink_logit", "a sink token behind a prefix"])
 @torch.no_grad()
 def test_padding_on_either_side_is_in_no_record(name: str, tokenizer: Path) -> None:
-    model, tokens_BT = exported(name if name != "sink_logit" else "k_biases", tokenizer), some_tokens(3, 9)
+    model, tokens_BT = exported(name, tokenizer), some_tokens(3, 9)
     mask_BT = torch.tensor([[1] * 4 + [0] * 5, [0] * 2 + [1] * 6 + [0], [0] * 3 + [1] * 6])
     with sinklab.probe(model) as watch:
         model(tokens_BT, attention_mask=mask_BT)

@@ -21,7 +21,7 @@ from sinklab.models.adapter import adapt
 from sinklab.models.hooks import intercept
 from sinklab.survey.api import measure
 from sinklab.train.planning import model_flops
-from sinklab.train.recipe import Recipe, build_recipe, load_recipe
+from sinklab.train.recipe import Recipe, build_recipe
 
 SIZES = {"layers": 4, "width": 32, "heads": 4, "ffn_width": 48, "vocab_size": 97, "context": 32}
 WINDOW = {"kind": "window", "width": 8}
@@ -167,19 +167,6 @@ SIMPLE: dict[str, dict[str, Any]] = {
     "window": {"attention": {"mask": WINDOW}},
     "pattern": {"attention": {"mask": WINDOW}, "pattern": {"every": 4, "mask": "causal"}},
 }
-
-
-def test_the_keys_of_patterns_keep_earlier_hashes() -> None:
-    before = "40d507f639ef7edb"  # of `tiny-128` before the keys existed
-    assert load_recipe("tiny-128").content_hash("d") == before
-    assert load_recipe("tiny-128", ["model.pattern=null", "model.position.share=1"]).content_hash("d") == before
-    others = [
-        "model.position.share=0.5",
-        "model.pattern={every: 2, position: none}",
-        "model.pattern={every: 2, bias: k}",
-    ]
-    hashes = {load_recipe("tiny-128", [other]).content_hash("d") for other in others}
-    assert len(hashes | {before}) == 4
 
 
 def test_propositions_are_refused_for_models_whose_layers_differ() -> None:

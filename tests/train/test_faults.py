@@ -199,12 +199,6 @@ def test_a_metric_of_the_wrong_type_is_refused_with_its_name(tmp_path: Path) -> 
         read_history(tmp_path / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 7, "va', b"\0" * 40, b'{"a": "\xc3'])
-def test_a_last_line_torn_by_a_kill_is_left_out(torn: bytes, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + torn)
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0}]
-
-
 def test_a_run_in_progress_can_be_read_at_any_time(dataset: TokenDataset, tmp_path: Path) -> None:
     trainer = Trainer(open_run(recipe(train={"steps": 60, "save_every": 1, "keep": 1}), dataset, tmp_path))
     training = threading.Thread(target=trainer.train)
@@ -223,23 +217,6 @@ def test_a_run_in_progress_can_be_read_at_any_time(dataset: TokenDataset, tmp_pa
 def test_a_full_disk_does_not_prevent_the_lock(tmp_path: Path) -> None:
     (tmp_path / "lock").symlink_to("/dev/full")
     lock_run(tmp_path).close()
-
-
-@pytest.mark.parametrize(
-    ("damage", "says"), [("vanished", "is missing"), ("altered", "is corrupted"), ("cut", "bytes, expected")]
-)
-def test_a_damaged_shard_is_named(damage: str, says: str, dataset: TokenDataset, tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    shutil.copytree(dataset.directory, folder)
-    shard = folder / dataset.manifest.train.file
-    if damage == "vanished":
-        shard.unlink()
-    else:
-        data = bytearray(shard.read_bytes())
-        data[100] ^= 1
-        shard.write_bytes(data if damage == "altered" else data[:-2])
-    with pytest.raises(SinklabError, match=f"{shard} .*{says}|{shard} {says}"):
-        TokenDataset(folder)
 
 
 def test_training_does_not_write_into_its_data_directory(dataset: TokenDataset, tmp_path: Path) -> None:

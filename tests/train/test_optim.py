@@ -12,8 +12,8 @@ from sinklab.errors import InputError
 from sinklab.model.transformer import Transformer
 from sinklab.train.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from sinklab.train.loop import Trainer
-from sinklab.train.optim import QKClip, build_optimizer, hidden_matrices, learning_rate, rotation
-from sinklab.train.recipe import Muon, Recipe, ScheduleConfig, build_recipe
+from sinklab.train.optim import QKClip, build_optimizer, hidden_matrices, rotation
+from sinklab.train.recipe import Muon, Recipe, build_recipe
 from sinklab.train.run import open_run
 from sinklab.train.world import ALONE
 
@@ -261,9 +261,3 @@ def test_values_of_the_default_optimizer_need_no_name() -> None:
 def test_a_wrong_optimizer_is_refused_with_what_is_allowed(optim: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         build_recipe(SMALL, {"optim": optim})
-
-
-def test_wsd_is_flat_and_then_decays_linearly() -> None:
-    schedule = ScheduleConfig(shape="wsd", warmup_steps=10, min_lr=0.1, decay_fraction=0.5)
-    rates = [learning_rate(step, 100, 1.0, schedule) for step in (0, 9, 10, 50, 75, 100)]
-    assert rates == pytest.approx([0.1, 1.0, 1.0, 1.0, 0.55, 0.1])
