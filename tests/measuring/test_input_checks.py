@@ -210,7 +210,10 @@ def test_a_pass_that_failed_leaves_nothing_in_the_probe(model: Any) -> None:
 def test_a_measurement_is_saved_into_a_folder_named_by_a_string(tmp_path: Path) -> None:
     measured = Measurement.load(str(make_measurement(tmp_path / "made")))
     measured.save(str(tmp_path / "again"))
-    assert Measurement.load(tmp_path / "again").document() == measured.document()
+    again = Measurement.load(tmp_path / "again")
+    assert again == measured
+    for name, changed in (("loss", 0.5), ("importance", again.importance + 1), ("hidden_norm", None)):
+        assert again.model_copy(update={name: changed}) != measured
     with pytest.raises(InputError, match="is a file"):
         measured.save(tmp_path / "again" / "measurement.json")
 
