@@ -13,7 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read on import; without it, a mi
 from sinklab.commands import app
 
 Run = Callable[..., tuple[int, str, str]]
-"""`sinklab ARGS`: exit status, what stands on stdout, what on stderr."""
+"""`sinklab ARGS`: its exit status, stdout and stderr."""
 
 DATA = Path(os.environ.get("SINKLAB_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
@@ -53,7 +53,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_
 
 
 def on_one_line(run: Run) -> Run:
-    """The same command, what it says on stderr on one line however it was broken."""
+    """The same command, with stderr joined into one line."""
 
     def call(*args: object) -> tuple[int, str, str]:
         status, out, err = run(*args)

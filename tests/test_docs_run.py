@@ -149,7 +149,7 @@ def desk(run: Run, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def called(run: Run, arguments: list[Any]) -> None:
-    """Run a command; as in a shell, patterns of files are expanded. Every command has DIR for itself, or it trains."""
+    """Run a command with expanded file patterns; before every command except `train`, the folder `made` is removed."""
     if arguments[0] != "train":
         shutil.rmtree("made", ignore_errors=True)
     expanded = [path for one in map(str, arguments) for path in (sorted(glob(one)) if "*" in one else [one])]
@@ -196,6 +196,6 @@ def test_the_snippet_of_the_readme_runs(data_dir: Path, capsys: pytest.CaptureFi
     assert "Sink₁" in capsys.readouterr().out
 
 
-def test_what_is_not_run_is_still_shown() -> None:
+def test_every_exception_matches_a_command_that_the_docs_show() -> None:
     everything = [command for _, command in [*shown(), *with_options()]]
     assert [one for one in (*NOT_RUN, *SLOW) if not any(command.startswith(one) for command in everything)] == []

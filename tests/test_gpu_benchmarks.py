@@ -28,7 +28,7 @@ def test_the_documented_table_of_large_models_is_that_of_the_formulae(monkeypatc
     assert "\n".join(large_models()) in (ROOT / "docs" / "measuring.md").read_text("utf-8")
 
 
-def test_a_case_that_fails_is_a_line_and_does_not_end_the_others(
+def test_a_failed_benchmark_case_is_recorded_and_does_not_stop_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(ROOT)

@@ -35,7 +35,7 @@ def run_notebook(name: str, **parameters: object) -> tuple[dict[str, Any], list[
     return names, shown
 
 
-def test_the_notebook_that_measures_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_notebook_that_measures_a_model_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tiny_models import text_file, tiny_model
 
     model = tiny_model(tmp_path / "model", bos=True)
@@ -54,7 +54,9 @@ def test_the_notebook_that_measures_a_model(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.slow
-def test_the_notebook_that_compares_a_gate_with_softmax(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_notebook_that_compares_a_gate_with_softmax_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     names, shown = run_notebook("gate.ipynb", STEPS=2, RUNS=tmp_path / "runs")
     assert {row["model"] for row in names["rows"]} == {"softmax", "gate"}
     assert [one.to_dict()["$schema"] for one in shown]

@@ -66,7 +66,7 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh environment with the wheel; what it depends on is that of this environment, sinklab excepted."""
+    """A fresh environment with the wheel, whose dependencies are those of this environment."""
     place = tmp_path_factory.mktemp("environment")
     venv.create(place, with_pip=False, symlinks=True)
     python = place / "bin" / "python"

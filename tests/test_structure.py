@@ -104,19 +104,19 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert not waiting, f"a circle through {', '.join(sorted(waiting))}"
 
 
-def test_the_package_grows_only_by_decision() -> None:
+def test_the_package_stays_within_its_limits_of_code_files_and_functions() -> None:
     sizes = [size_of(path) for path in modules().values()]
     code = sum(size.code for size in sizes)
     functions = 1000 * sum(size.functions for size in sizes) / code
     assert (code <= MOST_CODE, len(sizes) <= MOST_FILES, round(functions) <= MOST_FUNCTIONS) == (True,) * 3
 
 
-def test_no_file_is_too_long_to_be_read_at_once() -> None:
+def test_no_file_has_more_than_600_lines() -> None:
     lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules().items()}
     assert {name: length for name, length in lengths.items() if length > LINES} == {}
 
 
-def test_no_folder_is_too_full_to_be_searched_by_eye() -> None:
+def test_no_folder_has_more_than_30_files() -> None:
     counts = Counter(path.parent for path in modules().values())
     assert {str(folder): count for folder, count in counts.items() if count > FILES} == {}
 
@@ -132,6 +132,6 @@ def named_types(path: Path) -> Iterator[str]:
                 yield name
 
 
-def test_a_type_name_means_one_thing() -> None:
+def test_a_type_name_is_defined_in_one_file_only() -> None:
     counts = Counter(name for path in modules().values() for name in named_types(path))
     assert {name for name, count in counts.items() if count > 1} == {"P", "R", "T"} & set(counts)

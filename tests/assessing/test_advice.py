@@ -30,7 +30,7 @@ LOSS = {"targets": 100, "kl": 0.0}
 
 
 def streaming(gaps: dict[int, float], error: float | None = 0.001) -> Streaming:
-    """Two caches; the loss above that with the most kept, halved in the larger cache."""
+    """Results of two caches; gaps are losses above that with the most first tokens kept, halved in the larger cache."""
     caches = [
         {
             "cache": cache,
@@ -47,7 +47,7 @@ def streaming(gaps: dict[int, float], error: float | None = 0.001) -> Streaming:
     return Streaming.model_validate({**read, "positions": "cache", "caches": caches})
 
 
-def test_the_smallest_number_within_the_tolerance_in_every_cache_stays() -> None:
+def test_the_fewest_first_tokens_within_the_tolerance_in_every_cache_are_chosen() -> None:
     found = streaming({0: 1.2, 1: 0.03, 2: 0.007, 4: 0.0})
     assert first_tokens(found, 0.01)[0] == 2
     assert first_tokens(found, 0.05)[0] == 1
@@ -55,7 +55,7 @@ def test_the_smallest_number_within_the_tolerance_in_every_cache_stays() -> None
     assert first_tokens(streaming({0: -0.2, 4: 0.0}), 0.01)[0] == 0
 
 
-def test_a_larger_tolerance_never_raises_the_number() -> None:
+def test_a_larger_tolerance_never_raises_the_number_of_first_tokens() -> None:
     draw = random.Random(5)
     for _ in range(200):
         gaps = {n: draw.choice((-1, 1, 1)) * draw.random() ** 3 for n in (0, 1, 2, 4)} | {8: 0.0}
@@ -63,7 +63,7 @@ def test_a_larger_tolerance_never_raises_the_number() -> None:
         assert numbers == sorted(numbers, key=lambda n: -(n or 0))
 
 
-def test_the_number_is_undecided_unless_the_gap_is_two_standard_errors_from_the_tolerance() -> None:
+def test_first_tokens_are_undecided_unless_the_gap_is_two_standard_errors_from_the_tolerance() -> None:
     n, decision = first_tokens(streaming({0: 0.02, 4: 0.0}, error=0.02), 0.01)
     assert (n, decision.answer) == (None, UNDECIDED)
     assert first_tokens(streaming({0: 1.5, 4: 0.0}, error=0.02), 0.01)[0] == 4
@@ -144,7 +144,7 @@ def with_formats(*names: str) -> dict[str, Any]:
     return made
 
 
-def test_a_server_is_given_only_formats_that_it_can_have_for_the_model() -> None:
+def test_servers_are_given_only_formats_that_they_support_for_the_model() -> None:
     made = with_formats("fp8", "q8_0", "nvfp4", "turboquant_3bit_nc")
     assert advised(made).servers["vLLM"].endswith("--kv-cache-dtype turboquant_3bit_nc")
     for limit in ({"windows": True}, {"sink_logits": True}):
@@ -217,7 +217,7 @@ def test_every_part_has_its_decisions_and_servers_their_own_options() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_loss_with_and_without_bos_is_that_of_the_same_targets(family: str) -> None:
+def test_losses_with_and_without_bos_are_over_the_same_targets(family: str) -> None:
     model, tokens = pair_of(family)[0].double(), family_tokens()
     found = run_part(Bos, adapt(model), tokens[:, 1:], tokens, part_settings())
     with torch.no_grad():
@@ -239,7 +239,7 @@ def test_a_model_is_advised_on_the_text_of_sinklab(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_softmax_needs_its_first_token_and_with_k_biases_none_is_needed(tmp_path: Path) -> None:
+def test_first_tokens_must_stay_in_the_cache_with_softmax_but_not_with_k_biases(tmp_path: Path) -> None:
     changes: dict[str, list[str]] = {"softmax": [], "k biases": ["model.attention.bias.kind=k"]}
     numbers = {}
     for name, change in changes.items():

@@ -21,7 +21,7 @@ from sinklab.survey.api import measure
 
 
 def seen(L: int, size: int, first: int) -> torch.Tensor:
-    """The first keys and the latest, query by query."""
+    """Mask (query, key) of the first keys and the latest."""
     matrix = torch.zeros(L, L, dtype=torch.bool)
     for t in range(L):
         keys = list(range(t + 1))
@@ -32,7 +32,7 @@ def seen(L: int, size: int, first: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
-def test_a_restricted_key_head_reads_as_under_a_mask_of_transformers(family: str) -> None:
+def test_a_restricted_key_head_equals_an_attention_mask_in_transformers(family: str) -> None:
     model, eager = (one.double() for one in pair_of(family))
     adapter, tokens = adapt(model), family_tokens()
     L, heads = tokens.shape[1], max(head for _, head in key_heads(adapter))
@@ -101,7 +101,7 @@ def test_an_operation_that_counts_visible_keys_counts_them_separately_for_every_
         assert not torch.allclose(out, whole, rtol=1e-3)
 
 
-def test_all_heads_restricted_is_a_rolling_cache() -> None:
+def test_restricting_all_heads_equals_a_rolling_cache() -> None:
     one, tokens = small("sink token"), some_tokens()
     reader = PairedReader(one, tokens)
     both = (RestrictedHeads(KeyBudget(6, 2), key_heads(one)), RollingCache(6, 2, in_cache=False))
@@ -121,7 +121,7 @@ def with_one_head(layer: int, head: int) -> Any:
     return one
 
 
-def test_the_one_head_that_matters_costs_all_and_with_all_its_keys_nothing_is_lost() -> None:
+def test_the_only_active_head_has_the_whole_cost_and_none_if_it_keeps_all_keys() -> None:
     one, tokens, passes = with_one_head(2, 3), some_tokens(3, 24), Passes()
     found = run_part(Budgets, one, tokens[:2], tokens[2:], part_settings(budgets=(4,), kept=(1,)), passes=passes)
     costs = {(row.layer, row.head): row.kl for row in found.heads}
@@ -167,7 +167,7 @@ def test_a_head_with_all_keys_has_those_of_the_leading_tokens_too() -> None:
     ]
 
 
-def test_sink_shares_are_the_importance_that_measuring_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sink_shares_equal_the_measured_importance(monkeypatch: pytest.MonkeyPatch) -> None:
     one, tokens = small("grouped keys"), some_tokens(3, 20)
     monkeypatch.setattr(budgets, "FRACTIONS", (0.5,))
     full: list[HeadSet] = []

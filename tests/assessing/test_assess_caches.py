@@ -40,16 +40,16 @@ def compare(one: NativeAdapter, edit: Edit, policy: Policy, in_cache: bool) -> N
 
 
 @pytest.mark.parametrize(("variant", "first"), one_in(7, itertools.product(ASSESSED, (0, 1, 4))))
-def test_a_rolling_cache_gives_what_reading_token_by_token_gives(variant: str, first: int) -> None:
+def test_a_rolling_cache_in_one_pass_equals_reading_token_by_token(variant: str, first: int) -> None:
     compare(small(variant), RollingCache(7, first), first_and_recent(7, first), in_cache=True)
 
 
 @pytest.mark.parametrize("variant", ["softmax", "k biases", "alibi"])
-def test_positions_may_be_those_in_the_text(variant: str) -> None:
+def test_a_rolling_cache_with_positions_in_the_text_equals_reading_token_by_token(variant: str) -> None:
     compare(small(variant), RollingCache(7, 2, in_cache=False), first_and_recent(7, 2), in_cache=False)
 
 
-def test_positions_in_the_cache_are_others_than_those_in_the_text() -> None:
+def test_positions_in_the_cache_and_in_the_text_give_different_outputs() -> None:
     one, tokens = small(), some_tokens()
     cache, text = (under(one, RollingCache(7, 2, in_cache), tokens) for in_cache in (True, False))
     assert (cache - text).abs().max() > 1e-3 * text.abs().max()
@@ -84,7 +84,7 @@ def test_distinct_keys_are_those_of_a_cache_that_is_kept_token_by_token(variant:
 
 
 @pytest.mark.parametrize("variant", ["grouped keys", "k biases"])
-def test_where_all_attention_was_on_evicted_keys_heavy_hitters_are_computed_anew(
+def test_heavy_hitters_are_recomputed_if_all_attention_was_on_evicted_keys(
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_policies, "LEAST_SHARE", 2.0)
@@ -101,7 +101,7 @@ def test_a_cache_as_long_as_the_text_gives_the_ordinary_loss() -> None:
         assert after.kl == pytest.approx(0, abs=1e-9)
 
 
-def test_random_keys_keep_the_budget_and_never_take_a_key_back() -> None:
+def test_random_eviction_keeps_to_the_budget_and_never_restores_a_key() -> None:
     seen: list[torch.Tensor] = []
 
     def watch(layer: LayerCall) -> LayerCall:
@@ -127,13 +127,13 @@ def test_keys_outside_a_window_do_not_occupy_the_cache(edit: Edit) -> None:
     assert (under(one, evicting("heavy hitters", 7), tokens) - before).abs().max() > 1e-3 * before.abs().max()
 
 
-def test_kernels_with_rotary_positions_have_none_in_a_cache() -> None:
+def test_positions_in_the_cache_are_refused_for_kernels_with_rotary_embeddings() -> None:
     one = small(attention={"operation": {"kind": "mlp"}})
     with pytest.raises(InputError, match="--positions text"):
         under(one, RollingCache(4, 1), some_tokens())
 
 
-def test_of_a_hybrid_the_caches_of_layers_with_attention_roll_and_its_states_stay() -> None:
+def test_a_rolling_cache_of_a_hybrid_model_evicts_keys_but_not_recurrent_states() -> None:
     mixed = small(layers=4, mixer={"kind": "gated_delta", "every": 2})
     reader = PairedReader(mixed, some_tokens())
     before = reader.unchanged.effect()

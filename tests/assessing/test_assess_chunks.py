@@ -1,4 +1,4 @@
-"""Chunks cached apart: what transformers computes with a cache that was joined by hand, and a mask of blocks."""
+"""Chunks cached apart, against a cache of transformers that was joined by hand and against a block mask."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def by_hand(model: Any, row: Tensor, recomputed: int, front: int) -> Tensor:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("config", [hf.LlamaConfig, hf.Qwen3Config])
 @pytest.mark.parametrize(("recomputed", "front"), [(0, 0), (1, 0), (3, 0), (0, 2)])
-def test_the_continuation_is_that_of_a_joined_cache(recomputed: int, front: int, config: Any) -> None:
+def test_the_continuation_equals_that_with_a_cache_joined_by_hand(recomputed: int, front: int, config: Any) -> None:
     torch.manual_seed(3)
     model: Any = hf.AutoModelForCausalLM.from_config(config(**GROUPED)).double().eval()
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_the_continuation_is_that_of_a_joined_cache(recomputed: int, front: int,
 
 
 @pytest.mark.parametrize("variant", [*ASSESSED])
-def test_chunks_cached_apart_are_a_mask_of_blocks_in_the_prompt(variant: str) -> None:
+def test_chunks_cached_apart_equal_a_block_mask_over_the_prompt(variant: str) -> None:
     one, row = small(variant), some_tokens(1, LENGTH)[0]
 
     def blocks(layer: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`sinklab assess`: what it prints and keeps, how it goes on, and what it refuses."""
+"""`sinklab assess`: its output and files, continuing after an interruption, and refusals."""
 
 import json
 import re
@@ -124,7 +124,7 @@ def test_the_answer_has_the_loss_without_the_sink_then_the_loss_that_it_causes()
     ]
 
 
-def test_the_answer_says_if_streaming_is_better_than_the_unchanged_model_either_way() -> None:
+def test_the_answer_says_if_streaming_with_and_without_the_sink_beats_the_unchanged_model() -> None:
     clause = "(with and without it, the loss is below the unchanged model's)"
     for without, kept, said in ((2.9, 2.8, True), (2.9, 3.2, False), (3.2, 2.9, False)):
         document = assessment("model")
@@ -155,7 +155,7 @@ def test_every_part_answers_the_question_that_the_documentation_has() -> None:
     assert {question for question, _ in found.answers()} == {part.question for part in PARTS.values()}
 
 
-def test_notes_say_which_layers_have_attention_and_that_the_others_hide_nothing(run: Run, tmp_path: Path) -> None:
+def test_notes_say_which_layers_have_attention_and_that_others_still_see_hidden_keys(run: Run, tmp_path: Path) -> None:
     directory, text = trained_run(tmp_path, {"bos": True}, {"mixer": {"kind": "gated_delta", "every": 2}})
     status, out, err = run("assess", directory, "--text", text, *SMALL, "--parts", "heads", "--json")
     assert status == 0, err
@@ -170,7 +170,7 @@ def test_the_help_of_parts_names_every_part() -> None:
     assert [name for name in PARTS if not re.search(rf"\b{name}\b", described)] == []
 
 
-def test_the_same_call_goes_on_with_the_parts_that_are_missing(
+def test_a_later_call_keeps_finished_parts_and_adds_missing_ones(
     made: tuple[Path, Path], run: Run, tmp_path: Path
 ) -> None:
     directory, text = made
@@ -185,7 +185,7 @@ def test_the_same_call_goes_on_with_the_parts_that_are_missing(
     assert "streaming" in both.results
 
 
-def test_after_an_interruption_finished_parts_are_kept_and_the_others_are_as_if_there_had_been_none(
+def test_an_interrupted_assessment_continues_to_the_results_of_an_uninterrupted_one(
     made: tuple[Path, Path], tmp_path: Path
 ) -> None:
     directory, text = made
@@ -288,7 +288,9 @@ def test_of_two_calls_at_a_time_one_is_refused_and_no_result_is_lost(made: tuple
     assert [path.name for path in out.iterdir()] == ["assessment.json"]
 
 
-def test_other_settings_are_refused(made: tuple[Path, Path], run: Run, tmp_path: Path) -> None:
+def test_continuing_an_assessment_with_other_settings_is_refused(
+    made: tuple[Path, Path], run: Run, tmp_path: Path
+) -> None:
     directory, text = made
     call = ("assess", directory, "--text", text, "--parts", "heads", "--out", tmp_path / "a")
     assert run(*call, *SMALL)[0] == 0
@@ -299,7 +301,7 @@ def test_other_settings_are_refused(made: tuple[Path, Path], run: Run, tmp_path:
     assert (tmp_path / "a" / "assessment.json").read_bytes() == before
 
 
-def test_a_model_without_rotary_positions_streams_by_those_of_the_text(run: Run, tmp_path: Path) -> None:
+def test_a_model_without_rotary_embeddings_streams_with_positions_in_the_text(run: Run, tmp_path: Path) -> None:
     model, text = tiny_model(tmp_path / "gpt2"), text_file(tmp_path / "text.jsonl", 40)
     status, out, err = run("assess", model, "--text", text, *SMALL, "--json")
     assert status == 0, err
@@ -310,7 +312,7 @@ def test_a_model_without_rotary_positions_streams_by_those_of_the_text(run: Run,
     assert any("the streaming part uses positions in the text" in note for note in found.notes)
 
 
-def test_far_beyond_its_context_a_model_reads_only_where_that_is_named(
+def test_the_length_part_is_skipped_as_slow_unless_it_is_named(
     made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sinklab.assessing.parts.streaming.LONGEST_UNASKED", 16)
@@ -342,7 +344,7 @@ def test_far_beyond_its_context_a_model_reads_only_where_that_is_named(
         (("--length", 64, "--sequences", 2, "--parts", "heads,quantisation", "--stream-length", 64), "pass more text"),
     ],
 )
-def test_what_cannot_be_done_is_a_sentence_and_leaves_nothing(
+def test_impossible_options_are_refused_with_the_reason_and_write_nothing(
     options: tuple[object, ...], said: str, run: Run, tmp_path: Path
 ) -> None:
     model, text = tiny_model(tmp_path / "gpt2"), text_file(tmp_path / "text.jsonl", 1, words=20)
@@ -355,7 +357,7 @@ def test_what_cannot_be_done_is_a_sentence_and_leaves_nothing(
     assert not (tmp_path / "a").exists()
 
 
-def test_a_part_that_the_attention_does_not_allow_is_skipped_and_said(run: Run, tmp_path: Path) -> None:
+def test_a_part_that_the_attention_does_not_allow_is_skipped_or_refused_if_named(run: Run, tmp_path: Path) -> None:
     directory, text = _differential(tmp_path)
     status, out, err = run("assess", directory, "--text", text, *SMALL, "--json")
     assert status == 0, err
@@ -407,7 +409,7 @@ def _differential(folder: Path) -> tuple[Path, Path]:
     return folder / "run", text
 
 
-def test_a_real_model_with_a_cache_as_long_as_the_text_reads_as_ever(
+def test_a_cache_as_long_as_the_text_does_not_change_the_loss_of_a_real_model(
     data_dir: Path, run: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     torch.manual_seed(0)

@@ -36,7 +36,7 @@ def rank(outputs: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("family", CHECKED)
-def test_what_a_head_does_is_that_of_eager_matrices_and_values(family: str) -> None:
+def test_roles_of_heads_agree_with_eager_attention_matrices_and_values(family: str) -> None:
     (model, eager), tokens = pair_of(family), family_tokens()
     with torch.no_grad():
         matrices = [one.double() for one in eager(tokens, output_attentions=True).attentions]
@@ -74,7 +74,7 @@ def test_a_rank_is_low_relative_to_the_heads_width_in_its_own_layer() -> None:
     assert max(role.effective_rank for role in broadcast) > 0.25 * 8
 
 
-def test_the_sink_of_a_model_with_biases_in_some_layers_names_both() -> None:
+def test_with_biases_in_some_layers_the_sink_is_the_bias_or_the_first_position() -> None:
     mixed = small("sink logit", pattern={"every": 2, "bias": {"kind": "none"}})
     assert run_part(Heads, mixed, some_tokens()).sink == "bias or first position"
 

@@ -1,4 +1,4 @@
-"""The text that a run was validated on, as what it is assessed on; and an assessment as single numbers."""
+"""Runs are assessed on their validation text; the numbers of an assessment."""
 
 import re
 from pathlib import Path
@@ -19,14 +19,14 @@ from sinklab.train.run import recipe_and_data
 
 
 @pytest.mark.parametrize("bos", [True, False])
-def test_a_run_is_read_on_its_validation_tokens(tmp_path: Path, bos: bool) -> None:
+def test_a_run_is_assessed_on_its_validation_tokens(tmp_path: Path, bos: bool) -> None:
     directory, _ = trained_run(tmp_path, {"bos": bos})
     tokens_NT = AssessText(open_model(str(directory)), None).sequences(3, 12)
     own = tokens_NT[:, int(bos) :].flatten()
     assert torch.equal(own, torch.tensor(recipe_and_data(directory)[1].valid[: len(own)]).long())
 
 
-def test_a_mistyped_run_is_named(run: Run) -> None:
+def test_the_error_names_a_mistyped_run(run: Run) -> None:
     status, _, err = on_one_line(run)("assess", "./runs/mistyped")
     assert (status, "./runs/mistyped is neither a directory nor" in err) == (2, True)
 

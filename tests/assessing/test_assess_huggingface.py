@@ -1,4 +1,4 @@
-"""Models of Hugging Face taken apart, put together again, and streamed."""
+"""The adapter of Hugging Face models: logits, kinds of positions, rolling caches, and models that it refuses."""
 
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ def made(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_model_put_together_again_gives_its_own_logits(name: str) -> None:
+def test_the_adapter_reproduces_the_logits_of_a_model_and_restores_it(name: str) -> None:
     model, tokens = made(name), some_tokens(vocabulary=64)
     one = HuggingFaceAdapter(model)
     with evaluating(model):
@@ -50,10 +50,10 @@ def test_a_model_put_together_again_gives_its_own_logits(name: str) -> None:
         with changed_attention(one):
             hidden = one.hidden(tokens)
         assert_close(one.logits(hidden.flatten(0, 1)), expected.flatten(0, 1), 1e-5)
-        assert_close(model(tokens).logits, expected, 1e-6)  # and is left as it was
+        assert_close(model(tokens).logits, expected, 1e-6)  # the model is restored
 
 
-def test_a_llama_streams_as_one_that_reads_token_by_token() -> None:
+def test_streaming_a_llama_in_one_pass_equals_reading_token_by_token() -> None:
     model, tokens = made("llama"), some_tokens(1, vocabulary=64)
     one = HuggingFaceAdapter(model)
     assert one.fixed_positions() is None
@@ -64,7 +64,7 @@ def test_a_llama_streams_as_one_that_reads_token_by_token() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "pythia", "qwen3"])
-def test_rotary_positions_can_be_those_in_a_cache(name: str) -> None:
+def test_models_with_one_rotary_embedding_allow_positions_in_the_cache(name: str) -> None:
     assert HuggingFaceAdapter(made(name)).fixed_positions() is None
 
 
@@ -72,7 +72,7 @@ def test_positions_of_two_rotary_embeddings_are_fixed() -> None:
     assert HuggingFaceAdapter(made("gemma3")).fixed_positions() == "its layers have no common rotary embedding"
 
 
-def test_layers_without_positions_stream_as_those_of_the_run_that_was_exported(tmp_path: Path) -> None:
+def test_an_export_with_layers_without_positions_streams_like_its_run(tmp_path: Path) -> None:
     tokenizer_in(tmp_path)
     run = shaken_run("pattern_nope", tmp_path / "tokenizer.json", layers=3)
     write_directory(run, [], tmp_path / "one")
@@ -87,27 +87,27 @@ def test_layers_without_positions_stream_as_those_of_the_run_that_was_exported(t
     assert_close(found[0], found[1], 1e-5)
 
 
-def test_positions_of_layers_with_bases_of_their_own_are_fixed() -> None:
+def test_positions_are_fixed_if_each_layer_has_its_own_rotary_base() -> None:
     config = hf.GraniteSWAConfig(**GROUPED, layer_rope_theta=[1e4, 10.0], attention_multiplier=0.3)
     torch.manual_seed(3)
     one = HuggingFaceAdapter(hf.AutoModelForCausalLM.from_config(config).double())
     assert one.fixed_positions() == "its rotary embedding could not be reproduced in every layer"
 
 
-def test_complex_rotations_are_fixed() -> None:
+def test_positions_of_complex_rotary_embeddings_are_fixed() -> None:
     one = HuggingFaceAdapter(hf.AutoModelForCausalLM.from_config(hf.DeepseekV2Config(**LATENT)))
     assert one.inseparable() is None
     assert one.fixed_positions() == "its rotary embedding could not be reproduced in every layer"
 
 
-def test_learned_positions_are_fixed_and_end() -> None:
+def test_learned_positions_are_fixed_and_limit_the_length() -> None:
     one = HuggingFaceAdapter(made("gpt2"))
     assert one.fixed_positions() is not None
     assert one.ends == "its learned positional embeddings end at 64"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_whole_cache_changes_nothing(name: str) -> None:
+def test_a_cache_as_long_as_the_text_does_not_change_the_loss(name: str) -> None:
     reader = PairedReader(HuggingFaceAdapter(made(name)), some_tokens(vocabulary=64))
     before = reader.unchanged.effect()
     evictions = [partial(policy.evict, size=KeyBudget(20)) for policy in policies_of(EVICTION)]
@@ -115,7 +115,7 @@ def test_a_whole_cache_changes_nothing(name: str) -> None:
         assert reader.under(edit).effect().loss == pytest.approx(before.loss, rel=1e-5)
 
 
-def test_a_model_that_ignores_the_interface_cannot_be_taken_apart() -> None:
+def test_a_model_that_ignores_the_attention_interface_is_inseparable() -> None:
     config = hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
     why = HuggingFaceAdapter(hf.AutoModelForCausalLM.from_config(config)).inseparable()
     assert why is not None

@@ -32,7 +32,7 @@ def test_a_model_in_memory_and_its_name_have_the_losses_of_the_command(tmp_path:
         assert (tmp_path / type(given).__name__ / "assessment.json").is_file()
 
 
-def test_token_ids_are_read_as_they_are_without_a_tokenizer(tmp_path: Path) -> None:
+def test_token_ids_are_read_unchanged_without_a_tokenizer(tmp_path: Path) -> None:
     model = hf.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "model", "neox"))
     model.config.name_or_path = ""
     tokens = torch.randint(3, 60, (4, 24), generator=torch.Generator().manual_seed(1))
@@ -47,7 +47,7 @@ def test_token_ids_are_read_as_they_are_without_a_tokenizer(tmp_path: Path) -> N
     assert again.result(KVFormats).unchanged.loss == found.result(KVFormats).unchanged.loss
 
 
-def test_too_few_tokens_and_two_texts_are_refused(tmp_path: Path) -> None:
+def test_two_texts_padding_and_impossible_sizes_are_refused(tmp_path: Path) -> None:
     model = hf.AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "model", "neox"))
     with pytest.raises(InputError, match="not both"):
         sinklab.assess(model, [[1, 2]], text="stdlib")
@@ -62,6 +62,6 @@ def test_too_few_tokens_and_two_texts_are_refused(tmp_path: Path) -> None:
         sinklab.assess(model, torch.ones(1, 24).long(), parts=["quantisation"], kept=(0, 2), caches=(8,))
 
 
-def test_without_a_text_the_one_of_sinklab_is_read(tmp_path: Path) -> None:
+def test_the_text_of_sinklab_is_read_if_none_is_given(tmp_path: Path) -> None:
     found = sinklab.assess(str(tiny_model(tmp_path / "model", "neox")), parts=["bos"], length=16, sequences=1)
     assert any("--text" in note for note in found.notes)

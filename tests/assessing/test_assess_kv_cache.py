@@ -1,4 +1,4 @@
-"""The rounded KV cache, against KIVI's formula written anew and against a cache of transformers that rounds."""
+"""The rounded KV cache, against an independent implementation of KIVI and against a rounding cache of transformers."""
 
 import random
 from statistics import fmean
@@ -56,7 +56,7 @@ def some_cache(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 @pytest.mark.parametrize("left", [set(), {0}, {0, 1, 37}])
-def test_groups_are_rounded_as_by_hand_and_the_spared_are_in_no_scale(bits: int, left: set[int]) -> None:
+def test_groups_are_rounded_as_by_hand_without_spared_positions_in_their_scales(bits: int, left: set[int]) -> None:
     x = some_cache(2, 2, 70, 40)
     x[:, :, 0] *= 100
     spared = torch.tensor([s in left for s in range(70)])[:, None]
@@ -76,13 +76,13 @@ def test_whole_groups_agree_with_the_codes_that_kivi_packs(bits: int) -> None:
         assert_close(rounded_in_groups(x, axis, bits, torch.tensor(False)), expected.view_as(x), 1e-12)
 
 
-def test_equal_numbers_stay_as_they_are() -> None:
+def test_rounding_does_not_change_a_group_of_equal_numbers() -> None:
     x = torch.full((1, 1, 40, 8), 0.3, dtype=torch.float64)
     assert torch.equal(rounded_in_groups(x, 2, 2, torch.tensor(False)), x)
 
 
 class RoundingCache(hf.DynamicCache):
-    """A cache of transformers that hands out rounded keys and values."""
+    """A cache of transformers that returns rounded keys and values."""
 
     def __init__(self, bits: int, left: set[int], only: tuple[int, int] | None) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class RoundingCache(hf.DynamicCache):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 @pytest.mark.parametrize(("left", "only"), [(set(), None), ({0}, None), (set(), (2, 1))])
-def test_a_model_of_transformers_reads_as_through_a_rounding_cache(
+def test_a_rounded_cache_equals_a_rounding_cache_in_transformers(
     family: str, left: set[int], only: tuple[int, int] | None
 ) -> None:
     model, tokens = pair_of(family)[0].double(), family_tokens()
@@ -141,7 +141,7 @@ class KiviCache(hf.DynamicCache):
 
 @pytest.mark.parametrize("residual", [4, 8])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-def test_a_residual_is_that_of_kivis_cache_token_by_token(
+def test_a_residual_equals_that_of_kivis_cache_read_token_by_token(
     family: str, residual: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_cache, "CACHE_GROUP", 4)
@@ -161,7 +161,7 @@ def test_a_residual_is_that_of_kivis_cache_token_by_token(
 @pytest.mark.parametrize("variant", ["k biases", "sink logit", "sink token", "sigmoid", "alibi", "grouped keys"])
 def test_a_residual_as_long_as_the_text_rounds_nothing(variant: str) -> None:
     one, tokens = small(variant), some_tokens(2, 20)
-    for edit in (RoundedCache(2, residual=32), RoundedCache(40, residual=8)):  # of 40 bits, nothing is lost either
+    for edit in (RoundedCache(2, residual=32), RoundedCache(40, residual=8)):  # 40 bits lose nothing either
         read = PairedReader(one, tokens).under(edit.output).effect()
         assert read.kl == pytest.approx(0, abs=1e-9)
 
@@ -169,7 +169,7 @@ def test_a_residual_as_long_as_the_text_rounds_nothing(variant: str) -> None:
 def test_a_residual_lowers_the_cost_and_is_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "BITS", (2,))
     one, tokens = small(), some_tokens(3, 32)
-    settings = [part_settings().model_copy(update={"residual": R}) for R in (0, 8)]  # of the command, multiples of 32
+    settings = [part_settings().model_copy(update={"residual": R}) for R in (0, 8)]  # the command has multiples of 32
     plain, recent = (run_part(KVCache, one, tokens[:2], tokens[2:], given) for given in settings)
     assert recent.settings[0].everything.kl < plain.settings[0].everything.kl
     assert "residual" not in plain.model_dump()
@@ -177,7 +177,7 @@ def test_a_residual_lowers_the_cost_and_is_in_the_result(monkeypatch: pytest.Mon
     assert "up to 8 recent tokens" in recent.remark()
 
 
-def test_a_residual_that_cannot_be_is_refused() -> None:
+def test_impossible_residuals_are_refused_with_the_reason() -> None:
     recent = AssessOptions(residual=32)
     why = KVCache.refusal(small(attention={"operation": {"kind": "differential"}}), recent)  # type: ignore[arg-type]
     assert "cannot be edited" in str(why)
@@ -192,7 +192,7 @@ def test_a_residual_that_cannot_be_is_refused() -> None:
 
 
 def with_a_loud_first_token(tokens: torch.Tensor) -> Any:
-    """One channel of the first token's key and value is a thousand times the others', in a run."""
+    """A run in which one channel of the first token's key and value is a thousand times the others'."""
     one = small("grouped keys")
     tokens[:, 0] = 23
     tokens[:, 1:] = tokens[:, 1:].clamp(max=22)
@@ -204,7 +204,7 @@ def with_a_loud_first_token(tokens: torch.Tensor) -> Any:
     return one
 
 
-def test_a_loud_first_token_is_what_rounding_costs() -> None:
+def test_an_outlier_at_the_first_token_causes_most_of_the_cost_of_rounding() -> None:
     tokens = some_tokens(3, 20)
     found = run_part(KVCache, with_a_loud_first_token(tokens), tokens[:2], tokens[2:])
     assert [row.bits for row in found.settings] == [8, 4, 3, 2]
@@ -214,7 +214,7 @@ def test_a_loud_first_token_is_what_rounding_costs() -> None:
     assert four.first_spared.kl < four.everything.kl / 3
 
 
-def test_losses_of_a_rounded_cache_are_means_of_draws_and_the_first_is_unchanged() -> None:
+def test_losses_of_a_rounded_cache_are_means_of_draws_the_first_of_which_is_unperturbed() -> None:
     one, tokens = small(), some_tokens(3, 40)
     found, alone = (
         run_part(KVCache, one, tokens[:2], tokens[2:], part_settings(quick=quick)) for quick in (False, True)
@@ -280,7 +280,7 @@ def test_outliers_are_those_of_the_inputs_of_down_projections(family: str) -> No
     assert sorted(found) == outliers_by_hand(inputs) == [3, 8]
 
 
-def test_an_outlier_of_the_output_of_a_block_is_none() -> None:
+def test_an_outlier_only_in_the_output_of_a_block_is_not_reported() -> None:
     tokens = some_tokens(1, 20)
     one, outputs = with_a_loud_first_token(tokens), list[torch.Tensor]()
     with hooked([one.blocks[0].register_forward_hook(lambda _, __, output: outputs.append(output))]), torch.no_grad():
@@ -289,7 +289,7 @@ def test_an_outlier_of_the_output_of_a_block_is_none() -> None:
     assert outliers_and_sinks(PairedReader(one, tokens))[0] == frozenset()
 
 
-def test_experts_have_no_outliers() -> None:
+def test_outliers_are_not_reported_for_models_with_experts() -> None:
     config = hf.MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2)
     adapter, tokens = adapt(hf.AutoModelForCausalLM.from_config(config)), family_tokens()
     found = run_part(KVCache, adapter, tokens[:2], tokens[2:3])
@@ -333,7 +333,7 @@ def test_a_learned_token_is_a_sink_by_its_own_importance(monkeypatch: pytest.Mon
         assert [0 in some for some in found.sinks] == [expected, expected]
 
 
-def test_the_found_positions_of_each_sequence_are_spared_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outliers_and_sinks_of_each_sequence_are_spared_and_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     one, tokens = small("grouped keys"), some_tokens(3, 20)
     pairs = iter([(frozenset({0, 6}), frozenset({4})), (frozenset({6}), frozenset({1, 2, 5, 7, 9}))])
     monkeypatch.setattr(kv_cache, "outliers_and_sinks", lambda reader: next(pairs))
@@ -377,7 +377,7 @@ def test_random_heads_are_the_mean_of_three_draws() -> None:
     assert [row.more for row in found.rows() if "random" in row.what] == [draws]
 
 
-def test_heads_are_rounded_one_at_a_time_and_the_dearest_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_are_rounded_one_at_a_time_and_the_costliest_are_exempt(monkeypatch: pytest.MonkeyPatch) -> None:
     one, tokens = small("grouped keys"), some_tokens(3, 20)
     assert key_heads(one) == {(1, 1), (1, 2), (2, 1), (2, 2)}
     passes = Passes()
@@ -415,6 +415,6 @@ def test_a_latent_cache_is_refused() -> None:
     assert KVCache.refusal(small(), AssessOptions()) is None  # type: ignore[arg-type]
 
 
-def test_it_runs_where_it_is_named_alone() -> None:
+def test_the_part_runs_only_if_it_is_named() -> None:
     assert "kv_cache" in PARTS
     assert "kv_cache" not in USUAL

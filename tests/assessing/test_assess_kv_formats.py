@@ -111,7 +111,7 @@ def test_a_rotation_without_rounding_changes_no_logits() -> None:
 
 
 class StoringCache(hf.DynamicCache):
-    """A cache of transformers that hands out what a format stores."""
+    """A cache of transformers that returns keys and values as a format stores them."""
 
     def __init__(self, name: str, keys: bool, values: bool, only: int | None, spared: int) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class StoringCache(hf.DynamicCache):
         ("nvfp4", True, True, 2, 2),
     ],
 )
-def test_a_model_of_transformers_reads_as_through_a_storing_cache(
+def test_a_stored_cache_equals_a_storing_cache_in_transformers(
     name: str, keys: bool, values: bool, only: int | None, spared: int
 ) -> None:
     model, tokens = pair_of("qwen3")[0], family_tokens()[:1]
@@ -151,7 +151,7 @@ def test_a_model_of_transformers_reads_as_through_a_storing_cache(
         assert_close(adapter.logits(states.flatten(0, 1)).view_as(expected), expected, 1e-4)
 
 
-def test_the_part_has_every_format_and_every_layer_and_single_layers_add_up_in_one_layer() -> None:
+def test_the_part_reports_every_format_and_every_single_layer() -> None:
     found = run_part(KVFormats, small(), some_tokens(), part_settings())
     assert [one.name for one in found.formats] == list(FORMATS)
     assert [(one.name, one.layer) for one in found.layers] == [(name, layer) for name in BY_LAYER for layer in (1, 2)]
@@ -163,7 +163,7 @@ def test_the_part_has_every_format_and_every_layer_and_single_layers_add_up_in_o
     assert "kv_formats" not in USUAL
 
 
-def test_all_layers_together_equal_one_call() -> None:
+def test_rounding_layers_one_by_one_equals_rounding_all_at_once() -> None:
     model, tokens = pair_of("llama")[0], family_tokens()
     adapter = adapt(model)
 

@@ -29,7 +29,7 @@ PROMPT = 16
 
 
 class Recent:
-    """Keeps the keys with the highest scores, the latest, by forward hooks with the arguments that kvpress reads."""
+    """A press that keeps the most recent keys, by forward hooks with the arguments that kvpress reads."""
 
     def __init__(self, keys: int) -> None:
         self.keys = keys
@@ -86,7 +86,7 @@ def pressed(press: Any, config: Any = hf.LlamaConfig, **options: Any) -> dict[st
     return {one.method: one for one in done.methods} | {"unchanged": done.unchanged, "rows": list(done.rows())}
 
 
-def test_a_press_costs_what_the_policy_costs_that_keeps_the_same_keys() -> None:
+def test_a_press_has_the_loss_of_the_policy_that_keeps_the_same_keys() -> None:
     found = pressed(Recent(6), kept=(0, 2))
     policies = pressed(None, budgets=(6,), kept=(0, 2))
     for press, policy in (("Recent", "recent"), ("Recent, first 2 kept", "first and recent")):
@@ -99,7 +99,7 @@ def test_a_press_costs_what_the_policy_costs_that_keeps_the_same_keys() -> None:
     ]
 
 
-def test_all_keys_cost_nothing_and_a_press_without_scores_is_run_as_it_is() -> None:
+def test_a_press_that_keeps_all_keys_costs_nothing_and_one_without_scores_has_no_variants() -> None:
     found = pressed({"all": Recent(PROMPT), "hidden": HiddenFirst(0)})
     assert found["all"].loss == pytest.approx(found["unchanged"].loss, abs=1e-10)
     assert found["hidden"].kl > 1e-6
@@ -177,7 +177,7 @@ def by_tokens(one: Any, press: Any, row: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_presses_of_kvpress_cost_what_they_cost_token_by_token() -> None:
+def test_presses_of_kvpress_have_the_losses_of_reading_token_by_token() -> None:
     given, one = presses(), model()
     found = pressed(given)
     for name, press in given.items():

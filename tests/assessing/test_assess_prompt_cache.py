@@ -1,4 +1,4 @@
-"""Few keys of a prompt: what transformers computes with a cache from which the other keys were removed."""
+"""Few keys of a prompt, against a cache of transformers from which the other keys were removed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -95,7 +95,7 @@ def continued(model: Any, tokens: Tensor, rule: Rule, budget: int) -> tuple[Tens
 
 @pytest.mark.parametrize("config", [hf.LlamaConfig, hf.Qwen3Config])
 @pytest.mark.parametrize("name", RULES)
-def test_the_continuation_is_that_of_a_cache_without_the_other_keys(name: str, config: Any) -> None:
+def test_the_continuation_equals_that_after_removing_evicted_keys_from_the_cache(name: str, config: Any) -> None:
     torch.manual_seed(3)
     model = hf.AutoModelForCausalLM.from_config(config(**GROUPED), attn_implementation="eager").double().eval()
     with torch.no_grad():
@@ -126,7 +126,7 @@ def kept_keys(name: str, one: Adapter, tokens: Tensor, size: KeyBudget) -> list[
     return found
 
 
-def test_heads_share_the_keys_of_a_layer_under_adakv() -> None:
+def test_heads_share_the_budget_of_a_layer_under_adakv() -> None:
     one, tokens, size = small("grouped keys"), some_tokens(), KeyBudget(6)
     calls: list[Any] = []
     under(one, lambda layer: calls.append(layer.cut(PROMPT)) or layer, tokens)
@@ -200,7 +200,7 @@ def test_expected_attention_is_that_of_queries_rotated_to_later_positions(config
 
 
 @pytest.mark.parametrize("variant", one_in(2, ASSESSED))
-def test_all_keys_of_the_prompt_change_nothing(variant: str) -> None:
+def test_keeping_the_whole_prompt_changes_nothing_and_fewer_keys_only_the_continuation(variant: str) -> None:
     one, tokens = small(variant), some_tokens()
     reader = PairedReader(one, tokens)
     for policy in policies_of(PROMPTS):
@@ -239,7 +239,7 @@ def test_keys_outside_a_window_are_not_kept() -> None:
     assert edit.first_kept == []
 
 
-def test_a_window_is_filled_with_the_keys_of_the_prompt_that_it_shows() -> None:
+def test_with_a_window_the_budget_is_filled_with_visible_keys_of_the_prompt() -> None:
     seen: list[Tensor] = []
 
     def watch(layer: Any) -> Any:
@@ -277,7 +277,7 @@ def test_prompts_without_more_keys_than_the_budget_are_refused() -> None:
     assert PromptCache.refusal(small(), part_settings(length=18, budgets=(8, 16))) is None
 
 
-def test_a_part_in_whose_layers_nobody_sees_the_first_key_says_nothing_about_it() -> None:
+def test_the_first_key_is_not_reported_if_no_layer_sees_it_after_the_prompt() -> None:
     one = small(attention={"mask": {"kind": "window", "width": 4}})
     found = run_part(PromptCache, one, some_tokens(), part_settings(budgets=(2,)))
     assert {row.first_kept for row in found.methods} == {None}

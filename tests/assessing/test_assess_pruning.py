@@ -26,7 +26,7 @@ def without(adapter: Adapter) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3, window 5"])
-def test_a_removed_head_has_a_slice_of_zeros_in_the_output_map(family: str) -> None:
+def test_removing_heads_of_a_hugging_face_model_equals_zeros_in_its_output_maps(family: str) -> None:
     model = pair_of(family)[0].double()
     pruned: Any = copy.deepcopy(model)
     with torch.no_grad():
@@ -41,7 +41,7 @@ def test_a_removed_head_has_a_slice_of_zeros_in_the_output_map(family: str) -> N
 
 
 @pytest.mark.parametrize("variant", ["softmax", "grouped keys", "gate", "sigmoid", "sink token"])
-def test_so_it_has_in_a_run(variant: str) -> None:
+def test_removing_heads_of_a_run_equals_zeros_in_its_output_maps(variant: str) -> None:
     one, tokens = small(variant), some_tokens()
     found = PairedReader(one, tokens).under(WithoutHeads(REMOVED)).effect()
     with torch.no_grad():
@@ -50,7 +50,7 @@ def test_so_it_has_in_a_run(variant: str) -> None:
     assert found.loss == pytest.approx(PairedReader(one, tokens).unchanged.effect().loss, rel=1e-9)
 
 
-def test_heads_that_put_out_nothing_cost_nothing_and_others_do() -> None:
+def test_removing_heads_costs_nothing_only_if_their_output_is_zero() -> None:
     one, tokens = small(), some_tokens()
     with torch.no_grad():
         for block in one.blocks:
@@ -61,7 +61,7 @@ def test_heads_that_put_out_nothing_cost_nothing_and_others_do() -> None:
 
 
 class Recorded(WithoutHeads):
-    """Keeps which heads were removed."""
+    """Records the sets of removed heads."""
 
     seen: ClassVar[list[HeadSet]] = []
 
@@ -70,7 +70,7 @@ class Recorded(WithoutHeads):
         self.seen.append(heads)
 
 
-def test_each_order_removes_the_heads_that_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_remove_heads_by_sink_share_or_output_norm_or_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     one, tokens, passes = small(layers=4), some_tokens(), Passes()
     monkeypatch.setattr(pruning, "WithoutHeads", Recorded)
     Recorded.seen.clear()
@@ -101,7 +101,7 @@ def test_each_order_removes_the_heads_that_it_says(monkeypatch: pytest.MonkeyPat
     assert passes.done == 2 * (3 + len(Recorded.seen))
 
 
-def test_all_heads_of_a_kind_are_removed_against_as_many_random_ones() -> None:
+def test_removing_all_heads_of_a_kind_is_compared_with_as_many_random_heads() -> None:
     one, tokens = small("sink logit"), some_tokens()  # a bias has no value: its heads are no-ops
     with torch.no_grad():
         one.cores[0].bias.logit.fill_(4)  # type: ignore[union-attr, operator]

@@ -1,4 +1,4 @@
-"""The quantiser by hand and against PyTorch's, and what it leaves alone."""
+"""The quantiser, against computation by hand and PyTorch's, and the weights and positions that it does not change."""
 
 import math
 from collections.abc import Iterator
@@ -80,7 +80,7 @@ def test_a_last_group_of_weights_may_be_shorter() -> None:
 @pytest.mark.parametrize("activations", ["full", "int8 per token", "int8 dynamic per tensor", "int8 static per tensor"])
 @pytest.mark.parametrize("spared", [0, 2])
 @torch.no_grad()
-def test_a_map_computes_what_its_quantised_parts_give(activations: Any, spared: int) -> None:
+def test_a_quantised_map_multiplies_rounded_weights_and_inputs(activations: Any, spared: int) -> None:
     linear = torch.nn.Linear(32, 5).double()
     maps = [LinearMap(linear, block=linear)]
     x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -107,7 +107,7 @@ def test_a_map_computes_what_its_quantised_parts_give(activations: Any, spared: 
 
 @pytest.mark.parametrize("activations", ["int8 dynamic per tensor", "int8 static per tensor"])
 @torch.no_grad()
-def test_one_input_of_several_maps_is_rounded_for_each_by_its_own_scale_and_anew_after_a_change(
+def test_an_input_shared_by_maps_is_rounded_by_each_maps_scale_and_again_after_a_change(
     activations: Any,
 ) -> None:
     linears: list[torch.nn.Module] = [torch.nn.Linear(32, 5) for _ in range(4)]
@@ -199,7 +199,7 @@ def test_a_rotated_map_rounds_rotated_weights_and_inputs() -> None:
     assert torch.equal(linear.weight, before)
 
 
-def test_all_maps_of_the_blocks_are_quantised_and_put_back() -> None:
+def test_all_maps_of_the_blocks_are_quantised_and_restored() -> None:
     one = small("gate")
     maps = linear_maps(one.blocks)
     assert len(maps) == 2 * (1 + 1 + 1 + 2)  # qkv, gate, out, and the two of the feed-forward part
@@ -212,7 +212,7 @@ def test_all_maps_of_the_blocks_are_quantised_and_put_back() -> None:
         assert setting.due_to_sink == pytest.approx(setting.everything.loss - setting.without_sink.loss)
 
 
-def test_a_sink_position_with_huge_activations_is_what_shared_scales_cost() -> None:
+def test_huge_activations_at_the_sink_cause_the_cost_of_scales_per_tensor() -> None:
     one = small()
     embedding: Any = one.module.embedding
     tokens = TOKENS.clone()
@@ -252,7 +252,7 @@ def test_outliers_are_counted_by_block() -> None:
         )
 
 
-def test_quantising_nothing_changes_nothing() -> None:
+def test_quantising_no_maps_does_not_change_the_model() -> None:
     one = small()
     reader = PairedReader(one, TOKENS)
     with quantised([], "int8 per channel", "full", {}, 0):
@@ -317,7 +317,7 @@ def test_models_with_experts_are_refused() -> None:
     assert "processes only some of the tokens" in str(Quantisation.refusal(one, None))  # type: ignore[arg-type]
 
 
-def test_quantised_weights_are_not_rounded_again() -> None:
+def test_models_with_quantised_weights_are_refused() -> None:
     model: Any = hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED)).eval()
     assert Quantisation.refusal(HuggingFaceAdapter(model), None) is None  # type: ignore[arg-type]
     model.config.quantization_config = {"quant_method": "torchao"}
@@ -329,7 +329,7 @@ def test_own_models_are_not_refused(variant: str) -> None:
     assert Quantisation.refusal(small(variant), None) is None  # type: ignore[arg-type]
 
 
-def test_rounded_activations_are_the_mean_of_draws_and_the_first_is_unchanged() -> None:
+def test_losses_of_rounded_activations_are_means_of_draws_the_first_of_which_is_unperturbed() -> None:
     one = small()
     found = run_part(Quantisation, one, TOKENS, OTHERS)
     alone = run_part(Quantisation, one, TOKENS, OTHERS, part_settings(quick=True))

@@ -35,7 +35,7 @@ def test_loss_and_divergence_are_those_of_the_formulas() -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 7 * VOCABULARY * 8, 2**30], ids=["none", "the first rows", "all"])
-def test_log_probabilities_that_are_kept_change_no_bit(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeping_log_probabilities_does_not_change_results_by_a_bit(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     one, tokens = small(), some_tokens(3)
     monkeypatch.setattr(reading, "LOGITS_AT_ONCE", 7 * VOCABULARY)
     monkeypatch.setattr(reading, "SLICE", 2 * VOCABULARY)
@@ -56,7 +56,7 @@ def _states(one: Adapter, tokens: torch.Tensor) -> torch.Tensor:
     return one.hidden(tokens)[:, :-1].flatten(0, 1)
 
 
-def test_the_head_of_the_unchanged_model_runs_once_for_a_text() -> None:
+def test_the_output_head_of_the_unchanged_model_runs_once_per_text() -> None:
     one, rows = small(), []
     with hooked([one.module.head.register_forward_hook(lambda _, args, __: rows.append(len(args[0])))]):
         reader = PairedReader(one, some_tokens())
@@ -110,7 +110,7 @@ def test_beyond_the_context_the_unchanged_model_reads_windows_of_it() -> None:
     assert float(found.loss_NP[0, t]) == pytest.approx(expected, rel=1e-9)
 
 
-def test_loss_beyond_the_context_stands_beside_that_within_it() -> None:
+def test_loss_by_length_reports_the_whole_text_and_windows_of_the_context() -> None:
     one, tokens = small(), some_tokens(2, 2 * CONTEXT)
     found = run_part(LossByLength, one, tokens)
     assert [found.buckets[0].start, found.buckets[-1].stop] == [2, 2 * CONTEXT + 1]
@@ -147,7 +147,7 @@ def test_the_first_window_is_taken_from_the_whole_text_unless_its_rope_depends_o
         assert_close(found.kl_NP, expected.kl_NP, 1e-12)
 
 
-def test_a_change_that_changes_nothing_leaves_every_logit() -> None:
+def test_intercepting_attention_without_an_edit_does_not_change_logits() -> None:
     for variant in ("softmax", "sink token", "sigmoid", "gate"):
         one, tokens = small(variant), some_tokens()
         with torch.no_grad(), changed_attention(one):

@@ -22,7 +22,7 @@ KINDS: tuple[Keys, ...] = ("sink", "recent", "random")
 
 
 class Seen:
-    """The first layer's queries, keys and values, and what a change made of them."""
+    """Queries, keys and values of the first layer, and its output under an edit."""
 
     def __init__(self, one: NativeAdapter, change: Edit | Compute) -> None:
         self.made: dict[str, Any] = {}
@@ -122,7 +122,7 @@ def _bias_logits(one: NativeAdapter, seen: Seen) -> torch.Tensor:
     return logits[None, :, None].expand(seen.q.shape[:3])
 
 
-def test_a_sigmoid_loses_a_hidden_key_and_shares_nothing() -> None:
+def test_hiding_a_key_of_sigmoid_attention_redistributes_no_weight() -> None:
     selection = SelectedKeys("sink")
     one = small("sigmoid")
     hidden, zeroed = (Seen(one, change) for change in (selection.hidden, selection.value_zeroed))
@@ -158,7 +158,7 @@ def test_differential_attention_is_refused() -> None:
         run_part(KeyAblations, one, some_tokens())
 
 
-def test_heads_are_told_apart_by_value_and_rank() -> None:
+def test_the_kind_of_a_head_depends_on_its_share_value_and_rank() -> None:
     assert kind_of(0.2, 0.0, 0.0, 0.0) == "no sink"
     assert kind_of(0.8, 0.1, 0.1, 0.9) == "nop"
     assert kind_of(0.8, 1.0, 0.9, 0.1) == "broadcast"
@@ -173,7 +173,7 @@ def test_the_rank_of_outputs_is_that_of_their_singular_values() -> None:
     assert effective_rank(torch.zeros(8, 8, dtype=torch.float64)) == 0
 
 
-def test_what_a_head_does_is_measured_on_its_matrix() -> None:
+def test_roles_of_heads_are_computed_from_attention_matrices_and_values() -> None:
     one = small(layers=1)
     seen = Seen(one, lambda layer: layer.output())
     scores = seen.logits().softmax(-1)
@@ -191,7 +191,7 @@ def test_what_a_head_does_is_measured_on_its_matrix() -> None:
     assert sum(found.counts.values()) == 4
 
 
-def test_a_bias_without_a_value_is_a_nop() -> None:
+def test_heads_whose_sink_is_a_bias_without_a_value_are_nops_or_have_no_sink() -> None:
     found = run_part(Heads, small("k biases"), some_tokens())
     assert found.sink == "bias"
     assert {role.kind for role in found.heads} <= {"nop", "no sink"}

@@ -19,7 +19,7 @@ from sinklab.models.hooks import hidden_states
 from sinklab.survey.api import measure
 
 MIXTRAL = hf.MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2)
-MODULES = {  # of a block: what adds attention and feed-forward to the stream, and the down map
+MODULES = {  # of a block: modules that add attention and feed-forward to the stream, and the down map
     "llama": ("self_attn", "mlp", "mlp.down_proj"),
     "gpt2": ("attn", "mlp", "mlp.c_proj"),
     "opt": ("self_attn", "fc2", "fc2"),
@@ -31,7 +31,7 @@ MODULES = {  # of a block: what adds attention and feed-forward to the stream, a
 
 
 class Captured:
-    """The first position's inputs and outputs of modules of every block, mean over sequences."""
+    """Inputs and outputs of modules of every block at the first position of each sequence."""
 
     def __init__(self, adapter: Adapter, names: tuple[str, ...], tokens: torch.Tensor) -> None:
         self.inputs: dict[tuple[int, str], torch.Tensor] = {}
@@ -56,7 +56,7 @@ class Captured:
 
 
 @pytest.mark.parametrize("family", MODULES)
-def test_blocks_and_neurons_add_what_their_modules_put_out(family: str) -> None:
+def test_contributions_of_blocks_and_neurons_equal_the_outputs_of_their_modules(family: str) -> None:
     model, tokens = pair_of(family)[0].double(), family_tokens()
     adapter, names = adapt(model), MODULES[family]
     made = Captured(adapter, names, tokens)
@@ -100,7 +100,7 @@ def test_the_neurons_of_a_run_add_up_to_its_feed_forward_part(norms: str, varian
 
 
 @pytest.mark.parametrize("config", [MIXTRAL, hf.GptOssConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2)])
-def test_experts_add_what_they_add_alone(config: Any) -> None:
+def test_contributions_of_experts_equal_the_change_if_their_weights_are_zeroed(config: Any) -> None:
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
@@ -286,7 +286,7 @@ def test_super_experts_have_outputs_above_the_percentile_and_a_tenth_of_the_larg
     assert "super experts: 2.2" in found.remark()
 
 
-def test_without_routed_experts_and_without_a_tenth_of_the_largest_there_are_no_super_experts() -> None:
+def test_super_experts_need_routed_experts_and_a_tenth_of_the_largest_output() -> None:
     assert super_experts({(1, "input"): (3.0, 0), (1, "output"): (9.0, 1), (1, "shared"): (2.0, 0)}, 4) is None
     outputs = {(1, expert): (-1.0 - expert / 1000, 0) for expert in range(600)}
     found = super_experts({**outputs, (1, 600): (-99.0, 3), (1, "shared"): (7.0, 0)}, 1)
@@ -294,13 +294,13 @@ def test_without_routed_experts_and_without_a_tenth_of_the_largest_there_are_no_
     assert [(one.expert, one.output) for one in found] == [(600, 99.0)]
 
 
-def test_the_sink_is_counted_as_measuring_counts_it() -> None:
+def test_the_sink_rate_equals_that_of_measure() -> None:
     one, tokens = small(), some_tokens()
     found = run_part(Writer, one, tokens)
     assert found.zeroed[0].sink == pytest.approx(measure(one.module, tokens).sink_rate[0])
 
 
-def test_models_whose_stream_is_no_sum_and_quantised_ones_are_refused() -> None:
+def test_models_that_scale_the_residual_stream_and_quantised_models_are_refused() -> None:
     assert "scale the residual stream" in str(Writer.refusal(small(norm={"placement": "post"}), None))  # type: ignore[arg-type]
     opt = hf.OPTConfig(vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
                        max_position_embeddings=64, word_embed_proj_dim=32, do_layer_norm_before=False)  # fmt: skip

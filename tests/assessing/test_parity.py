@@ -69,7 +69,7 @@ def verdicts(found: Parity) -> dict[str, str]:
         ("mistral", ("window",), "no window"),
     ],
 )
-def test_an_altered_model_is_named_and_rounding_is_not(
+def test_the_verdict_names_an_alteration_of_the_model_but_not_rounding(
     models: Models, family: str, altered: tuple[str, ...], named: str, dtype: torch.dtype
 ) -> None:
     folder = models(family)
@@ -104,7 +104,7 @@ def test_a_model_here_in_bfloat16_is_compared_with_its_own_rounding(models: Mode
         (lambda ids, is_text: [*ids[:7], ids[7] - 1, *ids[8:]] if is_text else ids, AS_CONFIGURED, SPLIT),
     ],
 )
-def test_what_the_server_puts_in_front_of_a_text_is_named(
+def test_the_verdict_names_a_missing_or_second_bos_and_other_tokens_of_the_server(
     models: Models, front: Callable[[list[int], bool], list[int]], of_ids: str, of_text: str
 ) -> None:
     folder = models("llama")
@@ -112,14 +112,14 @@ def test_what_the_server_puts_in_front_of_a_text_is_named(
     assert (found[IDS], found[TEXT]) == (of_ids, of_text)
 
 
-def test_no_sinks_and_two_bos_are_both_named(models: Models) -> None:
+def test_the_verdict_names_both_missing_sink_logits_and_a_second_bos(models: Models) -> None:
     folder = models("gpt-oss")
     served = ServedModel(loaded(folder, "sinks"), folder, "echo", lambda ids, is_text: [1, *ids] if is_text else ids)
     found = verdicts(compared(folder, served))
     assert (found[IDS], found[TEXT]) == ("no sink logits", "no sink logits, two BOS")
 
 
-def test_a_text_that_begins_with_bos_gets_another_one_which_a_note_says(models: Models) -> None:
+def test_a_note_says_that_a_text_with_bos_gets_a_second_bos(models: Models) -> None:
     folder = models("llama")
     found = compared(folder, ServedModel(loaded(folder), folder, "echo"))
     assert found.as_configured
@@ -127,7 +127,7 @@ def test_a_text_that_begins_with_bos_gets_another_one_which_a_note_says(models: 
     assert any("add_special_tokens" in note for note in found.notes)
 
 
-def test_bos_that_the_tokenizer_does_not_put_is_named(models: Models) -> None:
+def test_the_verdict_names_a_bos_added_by_the_server_but_not_by_the_tokenizer(models: Models) -> None:
     folder = models("llama", bos=False)
     served = ServedModel(loaded(folder), folder, "echo", lambda ids, is_text: [1, *ids] if is_text else ids)
     assert verdicts(compared(folder, served)) == {IDS: AS_CONFIGURED, TEXT: "BOS added"}
@@ -147,7 +147,7 @@ def test_every_form_of_an_answer_is_read(models: Models, form: str, altered: tup
     assert min(other.mean for other in found.prompts[0].compared) < 1e-5
 
 
-def test_an_echo_that_is_one_token_late_is_read_as_such(models: Models) -> None:
+def test_an_echo_that_is_shifted_by_one_token_is_aligned_with_a_note(models: Models) -> None:
     folder = models("gpt-oss", bos=False)
     found = compared(folder, ServedModel(loaded(folder, "sinks"), folder, "late"))
     assert verdicts(found) == {IDS: "no sink logits", TEXT: "no sink logits"}
@@ -177,7 +177,7 @@ def test_a_run_is_compared_as_its_export(tmp_path: Path) -> None:
     assert compared(run_directory, ServedModel(model, exported, "echo"), text=text).verdict == "no sink logits"
 
 
-def test_a_text_within_the_window_does_not_judge_it(models: Models) -> None:
+def test_a_text_shorter_than_the_window_gives_no_verdict_on_the_window(models: Models) -> None:
     folder = models("mistral")
     found = compared(folder, ServedModel(loaded(folder, "window"), folder, "echo"), length=WINDOW - 1)
     assert found.as_configured
@@ -187,7 +187,7 @@ def test_a_text_within_the_window_does_not_judge_it(models: Models) -> None:
     assert (by_default.verdict, by_default.window) == ("no window", WINDOW)
 
 
-def test_errors_of_the_window_are_beyond_it(models: Models) -> None:
+def test_differences_of_a_missing_window_are_only_beyond_it(models: Models) -> None:
     folder = models("mistral")
     served = ServedModel(loaded(folder, "window"), folder, "prompt_logprobs")
     configured, *_ = compared(folder, served).prompts[0].compared
@@ -196,7 +196,7 @@ def test_errors_of_the_window_are_beyond_it(models: Models) -> None:
     assert configured.position > WINDOW
 
 
-def test_other_weights_differ_from_all(models: Models) -> None:
+def test_other_weights_differ_from_every_variant(models: Models) -> None:
     folder = models("mistral")
     model = loaded(folder)
     with torch.no_grad():
@@ -204,7 +204,7 @@ def test_other_weights_differ_from_all(models: Models) -> None:
     assert compared(folder, ServedModel(model, folder, "echo")).verdict == DIFFERS
 
 
-def test_broken_numbers_of_a_server_are_an_error(models: Models) -> None:
+def test_log_probabilities_that_are_not_finite_are_an_error(models: Models) -> None:
     folder = models("mistral")
     model = loaded(folder)
     model.lm_head.weight.data.fill_(float("nan"))
@@ -239,7 +239,9 @@ def test_the_command_prints_and_saves_the_verdict(models: Models, run: Run, tmp_
     assert json.loads((tmp_path / "out" / "parity.json").read_text()) == json.loads(out)
 
 
-def test_a_key_is_sent(models: Models, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_api_key_is_read_from_the_environment_variable_and_sent(
+    models: Models, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = models("llama")
     with serving(ServedModel(loaded(folder), folder, "echo"), KEY) as url:
         options = ("parity", url, "--model", folder, "--length", LENGTH)
@@ -265,12 +267,12 @@ def test_a_server_without_log_probabilities_is_refused_with_its_answers(models: 
         (["http://127.0.0.1:9", "--length", "3"], "--length"),
     ],
 )
-def test_bad_input_ends_with_a_sentence(run: Run, args: list[str], sentence: str) -> None:
+def test_bad_input_ends_with_status_2_and_the_reason(run: Run, args: list[str], sentence: str) -> None:
     status, _, err = run("parity", *args, "--model", "nothing")
     assert (status, sentence in err) == (2, True), err
 
 
-def test_another_file_is_not_replaced(run: Run, tmp_path: Path) -> None:
+def test_a_file_that_sinklab_did_not_write_is_not_replaced(run: Run, tmp_path: Path) -> None:
     (tmp_path / "parity.json").write_text("{}")
     status, _, err = run("parity", "http://127.0.0.1:9", "--model", "nothing", "--out", tmp_path)
     assert (status, "was not written by sinklab" in err) == (2, True)

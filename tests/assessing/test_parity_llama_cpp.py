@@ -44,12 +44,12 @@ def test_a_file_is_served_as_configured(tmp_path: Path) -> None:
     assert any("returns no log-probabilities of a prompt of token ids" in note for note in found.notes)
 
 
-def test_a_file_that_does_not_ask_for_bos_is_named(tmp_path: Path) -> None:
+def test_the_verdict_names_a_missing_bos_if_the_file_does_not_ask_for_it(tmp_path: Path) -> None:
     served = as_gguf(llama(tmp_path / "served"), tmp_path / "tiny.gguf")
     assert compared(served, llama(tmp_path / "model", bos=True), tmp_path).verdict == "no BOS"
 
 
-def test_an_echo_without_bos_is_read_as_it_is_meant(tmp_path: Path) -> None:
+def test_a_shifted_echo_without_bos_is_aligned_with_a_note(tmp_path: Path) -> None:
     model = llama(tmp_path / "model")
     found = compared(as_gguf(model, tmp_path / "tiny.gguf"), model, tmp_path)
     assert found.as_configured

@@ -1,4 +1,4 @@
-"""`sinklab eval`: what it prints and keeps, how it goes on, and what it refuses."""
+"""`sinklab eval`: its output and files, continuing after an interruption, and refusals."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def made(needs_lm_eval: None, tmp_path: Path) -> Made:
 
 
 class StopsMidway:
-    """Ctrl-C once so many requests are answered; remembers how many were, after each event."""
+    """Raises KeyboardInterrupt after a number of answered requests; records the number answered at each event."""
 
     def __init__(self, after: float = math.inf) -> None:
         self._after, self.answered = after, list[float]()
@@ -65,10 +65,12 @@ def test_scores_of_a_run_are_kept_in_its_directory(made: Made, run: Run) -> None
     assert all({"value", "stderr"} == set(metric) for metric in task["metrics"].values())
     assert len(read_records(directory / task["records"])) == 8
     assert not list(directory.glob("answers_*"))
-    assert run("runs", directory)[0] == 0  # and it is a run as before
+    assert run("runs", directory)[0] == 0  # the directory is still a valid run
 
 
-def test_a_table_is_printed_and_nothing_written_where_there_is_no_place(made: Made, run: Run, tmp_path: Path) -> None:
+def test_without_a_directory_for_scores_a_table_is_printed_and_nothing_written(
+    made: Made, run: Run, tmp_path: Path
+) -> None:
     directory, file = made
     assert run("export", directory, tmp_path / "exported")[0] == 0
     before = sorted((tmp_path / "exported").iterdir())
@@ -80,7 +82,7 @@ def test_a_table_is_printed_and_nothing_written_where_there_is_no_place(made: Ma
     assert sorted((tmp_path / "exported").iterdir()) == before
 
 
-def test_an_interrupted_call_goes_on_and_ends_as_an_undisturbed_one(made: Made, tmp_path: Path) -> None:
+def test_an_interrupted_call_continues_to_the_result_of_an_uninterrupted_one(made: Made, tmp_path: Path) -> None:
     directory, file = made
     request = TaskRequest(tasks=("hellaswag",), data=file, batch_size=2)
     stops = StopsMidway(after=60)
@@ -112,7 +114,7 @@ def test_of_two_calls_at_a_time_one_is_refused(made: Made, tmp_path: Path) -> No
     assert sorted(path.name for path in out.iterdir()) == ["evaluation.json", "items_hellaswag.jsonl.gz"]
 
 
-def test_a_run_may_be_trained_while_it_is_evaluated_and_asked_while_it_is_trained(made: Made, run: Run) -> None:
+def test_a_run_can_be_evaluated_while_it_is_trained_and_trained_while_it_is_evaluated(made: Made, run: Run) -> None:
     directory, file = made
     with lock_run(directory):
         status, _, err = run("eval", directory, "--tasks", "hellaswag", "--data", file, "--limit", 4)
@@ -121,7 +123,7 @@ def test_a_run_may_be_trained_while_it_is_evaluated_and_asked_while_it_is_traine
         lock_run(directory).close()
 
 
-def test_what_is_scored_is_kept_and_other_settings_are_refused(made: Made, run: Run) -> None:
+def test_finished_tasks_are_kept_and_other_settings_are_refused(made: Made, run: Run) -> None:
     directory, file = made
     call = ("eval", directory, "--tasks", "hellaswag", "--data", file)
     assert run(*call, "--limit", 4)[0] == 0
@@ -178,7 +180,7 @@ def test_a_sink_on_one_text_is_not_returned_for_another(made: Made, run: Run, tm
         ("hellaswag", ("--text", "absent.jsonl"), "no text at absent.jsonl"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_and_nothing_written(
+def test_impossible_requests_are_refused_and_nothing_is_written(
     tasks: str, options: tuple[object, ...], said: str, made: Made, run: Run, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -188,7 +190,7 @@ def test_what_cannot_be_asked_is_refused_and_nothing_written(
     assert not out.exists()
 
 
-def test_a_model_that_can_read_no_answer_is_refused(made: Made, run: Run, tmp_path: Path) -> None:
+def test_a_task_is_refused_if_every_item_has_an_answer_beyond_the_context(made: Made, run: Run, tmp_path: Path) -> None:
     items = sheep_items(3)
     for item in items:
         item["endings"][0] = "jumps " * 90
@@ -199,7 +201,7 @@ def test_a_model_that_can_read_no_answer_is_refused(made: Made, run: Run, tmp_pa
     assert "64 tokens" in err
 
 
-def test_a_hub_out_of_reach_is_said_with_what_to_do(made: Made, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_reported_with_a_remedy(made: Made, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets  # comes with lm-eval
 
     def unreachable(*_: object, **__: object) -> None:
@@ -213,7 +215,7 @@ def test_a_hub_out_of_reach_is_said_with_what_to_do(made: Made, run: Run, monkey
     assert "--data hellaswag_val.jsonl" in err
 
 
-def test_hellaswag_is_found_where_the_data_lies(
+def test_hellaswag_is_found_in_the_folder_of_sinklab_data(
     made: Made, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, file = made

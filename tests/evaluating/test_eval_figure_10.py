@@ -1,4 +1,4 @@
-"""Figure 10: every model is measured and asked, what is there is kept, and the figure has a point for each model."""
+"""Figure 10: every model is measured and scored, finished models are kept, and the figure has a point per model."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_every_model_has_its_sink_and_its_accuracy(folder: Run) -> None:
     assert f"Accuracy, by likelihood per character versus {SINK_1}" in page
 
 
-def test_models_that_are_there_are_kept_and_another_file_of_items_is_refused(folder: Run) -> None:
+def test_finished_models_are_kept_and_another_file_of_items_is_refused(folder: Run) -> None:
     assert folder(*CALL, "--seeds", 1, "--out", "out")[0] == 0
     status, _, err = folder(*CALL, "--seeds", 1, "--out", "out")
     assert status == 0
@@ -68,7 +68,7 @@ def test_models_that_are_there_are_kept_and_another_file_of_items_is_refused(fol
     assert "with other settings (task is" in err
 
 
-def test_an_answered_task_is_not_asked_again_where_the_measurement_was_cut(folder: Run) -> None:
+def test_a_scored_task_is_not_run_again_if_its_measurement_is_missing(folder: Run) -> None:
     assert folder(*CALL, "--seeds", 1, "--out", "out")[0] == 0
     place = Path("out/gpt2/hellaswag/seed_0")
     before = (place / "evaluation.json").read_bytes()
@@ -82,7 +82,7 @@ def test_an_answered_task_is_not_asked_again_where_the_measurement_was_cut(folde
     ("experiment", "said"),
     [("table_1", "table_1 has none: remove it"), ("table_4", "table_4 has neither: remove it")],
 )
-def test_items_are_refused_where_nothing_is_asked(experiment: str, said: str, run: Run) -> None:
+def test_items_are_refused_for_an_experiment_without_a_task(experiment: str, said: str, run: Run) -> None:
     model = () if experiment == "table_4" else ("--model", tiny_model(Path("gpt2")))
     status, _, err = on_one_line(run)("reproduce", experiment, *model, "--text", ".", "--data", "items.jsonl")
     assert status == 2
@@ -107,7 +107,7 @@ def drawn(cells: dict[str, CellSummary]) -> dict[str, Any] | None:
     return None if chart is None else chart.to_dict()
 
 
-def test_a_point_stands_for_each_model_with_both_numbers() -> None:
+def test_the_figure_has_a_point_for_each_model_with_both_numbers() -> None:
     chart = drawn({"a-1b/x": cell(20, 30), "a-2b/x": cell(40, 45), "b/x": cell(5, 50), "c/x": cell(5, None)})
     assert chart is not None
     rows = chart["data"]["values"]

@@ -1,4 +1,4 @@
-"""HellaSwag from a file: both forms of it, every malformed line with its place, and the results that are committed."""
+"""HellaSwag from a file: both formats, malformed lines with their numbers, and the committed results."""
 
 import gzip
 import json
@@ -38,7 +38,7 @@ def test_the_published_form_is_cleaned_as_lm_eval_does(tmp_path: Path) -> None:
     assert (item.query, item.endings, item.label) == (theirs["query"], theirs["choices"], theirs["gold"])
 
 
-def test_packed_and_plain_files_are_the_same(tmp_path: Path) -> None:
+def test_compressed_and_plain_files_have_the_same_items(tmp_path: Path) -> None:
     plain = hellaswag_file(tmp_path / "items.jsonl", sheep_items(3))
     packed = tmp_path / "items.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))

@@ -93,7 +93,9 @@ def own_answer(run: Path, context: str, continuation: str, cut_to: int | None = 
     ],
     ids=["bos", "no bos", "sigmoid", "sink token", "learned positions"],
 )
-def test_a_run_reads_items_as_it_was_trained(model: dict[str, Any], bos: bool, tmp_path: Path) -> None:
+def test_a_run_scores_items_with_or_without_bos_as_in_training(
+    model: dict[str, Any], bos: bool, tmp_path: Path
+) -> None:
     run, _ = trained_run(tmp_path, {"bos": bos}, {**model, **LONG})
     items = sheep_items(6)
     file = hellaswag_file(tmp_path / "items.jsonl", items)

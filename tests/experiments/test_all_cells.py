@@ -1,4 +1,4 @@
-"""Every cell of every experiment trains: the tiny ones as they are, the paper's with one block on little text."""
+"""Every cell of every experiment trains: tiny cells unchanged, the paper's cells with one block on little text."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Claims as files state them: references, dates, seeds of their own; and whether they precede their runs."""
+"""Claims of experiment files: references, dates, seeds, and whether they precede their runs."""
 
 import json
 from datetime import date
@@ -29,7 +29,7 @@ def made(**more: Any) -> Experiment:
 
 
 def written(folder: Path, **more: Any) -> Experiment:
-    """The same, from a file of one's own."""
+    """The same experiment, loaded from a file of the user."""
     (folder / "mine.yaml").write_text(yaml.safe_dump({**MINE, **more}))
     return load_experiment(str(folder / "mine.yaml"))
 
@@ -59,7 +59,7 @@ def test_a_reference_takes_the_comparison_of_the_claim_that_it_names(tmp_path: P
         ("mine.too", "this is a reference to mine.none itself"),
     ],
 )
-def test_a_reference_to_no_comparison_is_refused(same_as: str, said: str, tmp_path: Path) -> None:
+def test_a_reference_to_an_unknown_claim_or_to_a_reference_is_refused(same_as: str, said: str, tmp_path: Path) -> None:
     claims = [CLAIM, {"id": "too", "text": "..", "same_as": "mine.none"}, {"id": "a", "text": "..", "same_as": same_as}]
     with pytest.raises(InputError, match=said):
         written(tmp_path, claims=claims)
@@ -109,7 +109,7 @@ def manifest(experiment: Experiment, *seeds: int) -> SweepManifest:
     return SweepManifest(experiment=experiment, scale="tiny", cells=cells)
 
 
-def test_seeds_of_before_stay_unless_the_experiment_begins_at_another_one() -> None:
+def test_earlier_seeds_are_kept_unless_the_first_seed_changes() -> None:
     before = {"mine": manifest(made(), 0, 1)}
     assert merged_manifests(before, {"mine": manifest(made(), 2)})["mine"].seeds == [0, 1, 2]
     assert merged_manifests(before, {"mine": manifest(made(first_seed=100), 100)})["mine"].seeds == [100]
@@ -142,7 +142,7 @@ def test_claims_that_were_stated_after_their_runs_began_are_listed(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", experiment_ids())
-def test_a_shipped_experiment_says_when_its_claims_were_stated_and_asks_enough_seeds_of_its_own(name: str) -> None:
+def test_shipped_claims_have_a_date_and_confirmatory_experiments_five_seeds_of_their_own(name: str) -> None:
     experiment = load_experiment(name)
     assert {"evidence", "stated"} <= experiment.model_fields_set
     analyses = {claim.evidence or experiment.evidence for claim in experiment.claims} | {experiment.evidence}

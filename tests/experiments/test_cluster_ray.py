@@ -1,6 +1,6 @@
 """Runs of a sweep on a real Ray cluster: two nodes on this machine, and a head that trains nothing."""
 
-# It is an extra, which `dev` leaves out.
+# Ray is an extra that `dev` leaves out, so it is imported within functions.
 
 import os
 import signal
@@ -42,7 +42,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator["Cluste
 
 
 def lose_node_of(process: int, cluster: "Cluster") -> None:
-    """Kill the node that has started a process, and all that it has started."""
+    """Kill the node that has started a process, and all processes of that node."""
     parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     for node in cluster.worker_nodes:
         if any(info.process.pid == parent for info in node.all_processes["raylet"]):
@@ -50,9 +50,7 @@ def lose_node_of(process: int, cluster: "Cluster") -> None:
     raise AssertionError(f"no node has started process {process}, whose parent is {parent}")
 
 
-def test_six_runs_finish_once_though_a_worker_is_told_to_end_and_a_node_is_lost(
-    cluster: "Cluster", tmp_path: Path
-) -> None:
+def test_six_runs_finish_once_despite_a_terminated_worker_and_a_lost_node(cluster: "Cluster", tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     runs = six_runs(sweep)
     folder = sweep / "ray"
@@ -60,7 +58,7 @@ def test_six_runs_finish_once_though_a_worker_is_told_to_end_and_a_node_is_lost(
     def process_of(name: str) -> int:
         return next(Diary(folder, run).last_process for run in runs if run.name == name)
 
-    deeds = {  # seed 5 waits for cores that others leave: the node of seed 3 is gone when it begins
+    deeds = {  # seed 5 begins when cores are free, after the node of seed 3 is lost
         "seed 5": lambda: os.kill(process_of("seed 5"), signal.SIGTERM),
         "seed 3": lambda: lose_node_of(process_of("seed 3"), cluster),
     }

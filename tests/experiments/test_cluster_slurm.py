@@ -59,7 +59,7 @@ def job_of(folder: Path, run: PlannedRun) -> str:
 
 
 def hear(engine: SlurmEngine, is_enough: Callable[[list[Event]], bool]) -> list[Event]:
-    """All events, until they are enough."""
+    """The events of an engine until they fulfil a condition."""
     heard: list[Event] = []
     end = time.monotonic() + 300
     while not is_enough(heard):
@@ -102,8 +102,8 @@ def test_six_runs_finish_once_though_two_are_requeued_and_a_node_is_lost(cluster
     def requeue() -> None:  # as Slurm does to make room for another job
         scontrol("requeue", job("seed 0"))
 
-    def warn() -> None:  # as it does before the time limit
-        # scancel repeats it for a minute where Slurm is slow to say that it was sent, also to the job's next beginning
+    def warn() -> None:  # as Slurm does before the time limit
+        # scancel repeats the signal for a minute if Slurm is slow to confirm it, even after the job was restarted
         subprocess.run(["timeout", "2", "scancel", "--signal=USR1", job("seed 1")], check=False)
 
     def lose_node() -> None:
@@ -124,13 +124,11 @@ def test_six_runs_finish_once_though_two_are_requeued_and_a_node_is_lost(cluster
 
 
 @needs_slurm
-def test_jobs_outlive_a_call_and_are_found_and_stopped_and_continued_by_later_ones(
-    cluster: Path, tmp_path: Path
-) -> None:
+def test_later_calls_find_stop_and_continue_the_jobs_of_an_earlier_call(cluster: Path, tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     runs = six_runs(sweep)
     folder = sweep / "slurm"
-    SlurmEngine(folder, OPTIONS).submit(runs)  # and is never heard of again
+    SlurmEngine(folder, OPTIONS).submit(runs)  # this engine is not used again
     jobs = [job_of(folder, run) for run in runs]
 
     second = SlurmEngine(folder, OPTIONS)
@@ -153,7 +151,7 @@ def test_jobs_outlive_a_call_and_are_found_and_stopped_and_continued_by_later_on
 
 
 @needs_slurm
-def test_a_job_that_somebody_cancels_has_failed_and_does_not_come_back(cluster: Path, tmp_path: Path) -> None:
+def test_a_cancelled_job_fails_and_is_not_restarted(cluster: Path, tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     run = six_runs(sweep)[0]
     folder = sweep / "slurm"
@@ -169,7 +167,7 @@ def test_a_job_that_somebody_cancels_has_failed_and_does_not_come_back(cluster: 
 
 
 @needs_slurm
-def test_without_its_controller_the_cluster_is_said_not_to_answer(
+def test_a_cluster_without_its_controller_is_refused_as_not_answering(
     cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nobody = tmp_path / "slurm.conf"

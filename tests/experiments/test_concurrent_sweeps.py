@@ -70,7 +70,7 @@ class OneByOne:
         self.closed = True
 
 
-def test_runs_are_trained_in_order_and_those_that_are_done_are_not(tmp_path: Path) -> None:
+def test_runs_are_trained_in_order_and_finished_runs_are_skipped(tmp_path: Path) -> None:
     runs = [planned_run(name, tmp_path) for name in "abc"]
     train_cell(runs[1], 1, lambda event: None, lambda: False)
     engine = OneByOne()
@@ -80,7 +80,7 @@ def test_runs_are_trained_in_order_and_those_that_are_done_are_not(tmp_path: Pat
     assert engine.closed
 
 
-def test_runs_that_are_done_are_told_of_before_any_is_trained(tmp_path: Path) -> None:
+def test_finished_runs_are_reported_before_any_run_is_trained(tmp_path: Path) -> None:
     runs = [planned_run(name, tmp_path) for name in "abc"]
     train_cell(runs[2], 1, lambda event: None, lambda: False)
     told: list[str] = []
@@ -88,13 +88,13 @@ def test_runs_that_are_done_are_told_of_before_any_is_trained(tmp_path: Path) ->
     assert told == ["c", "training a", "a", "training b", "b"]
 
 
-def test_a_run_that_another_process_trains_is_passed_over_and_waited_for(tmp_path: Path) -> None:
+def test_a_run_that_another_process_trains_is_skipped_and_awaited(tmp_path: Path) -> None:
     runs = [planned_run(name, tmp_path) for name in "abc"]
     lock = lock_run(runs[0].directory)
     told: list[Event] = []
 
     def other(name: str) -> None:
-        """The other process ends while the last of the others is trained."""
+        """Simulate that the other process ends while the last run is trained."""
         if name == "c":
             lock.close()
             train_cell(runs[0], 1, lambda event: None, lambda: False)
@@ -106,10 +106,10 @@ def test_a_run_that_another_process_trains_is_passed_over_and_waited_for(tmp_pat
     assert [event.kind for event in told if event.run == "a"] == ["done"]
 
 
-def test_how_far_another_process_is_can_be_seen(tmp_path: Path) -> None:
+def test_the_progress_of_a_run_in_another_process_is_reported(tmp_path: Path) -> None:
     runs = [planned_run(name, tmp_path) for name in "ab"]
     train_cell(runs[0], 1, lambda event: None, lambda: False)
-    (runs[0].directory / "record.json").unlink()  # as long as the other process is at it
+    (runs[0].directory / "record.json").unlink()  # absent while the other process trains
     lock = lock_run(runs[0].directory)
     told: list[Event] = []
 
@@ -122,7 +122,7 @@ def test_how_far_another_process_is_can_be_seen(tmp_path: Path) -> None:
     assert [(event.kind, event.step) for event in told if event.run == "a"][:3] == [("row", 0), ("row", 2), ("row", 4)]
 
 
-def test_a_run_whose_process_has_died_is_taken_up(tmp_path: Path) -> None:
+def test_a_run_whose_process_has_died_is_trained_by_the_next(tmp_path: Path) -> None:
     runs = [planned_run(name, tmp_path) for name in "ab"]
     locks: list[IO[str]] = [lock_run(runs[0].directory)]
     engine = OneByOne(lambda name: locks.pop().close() if locks else None)
@@ -139,7 +139,7 @@ def test_more_runs_than_cores_divide_the_cores_of_this_process_not_of_the_machin
     assert {share.threads for share in shares(2 * cores_here())} == {1}
 
 
-def test_a_failure_does_not_keep_the_others_from_being_trained(tmp_path: Path) -> None:
+def test_a_failed_run_does_not_stop_the_others(tmp_path: Path) -> None:
     runs = [planned_run(name, tmp_path) for name in "ab"]
     runs[0].directory.mkdir()
     (runs[0].directory / "metrics.jsonl").write_text("mine")
@@ -148,7 +148,7 @@ def test_a_failure_does_not_keep_the_others_from_being_trained(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("who", ["the parent", "a run"])
-def test_runs_side_by_side_save_and_stop_when_one_process_is_told_to(who: str, tmp_path: Path) -> None:
+def test_parallel_runs_save_and_stop_after_a_signal_to_one_process(who: str, tmp_path: Path) -> None:
     runs = [planned_run(name, tmp_path, {"train": {"steps": 30000}}) for name in "ab"]
     engine, seen = LocalEngine(2), set[str]()
 
@@ -163,7 +163,7 @@ def test_runs_side_by_side_save_and_stop_when_one_process_is_told_to(who: str, t
     assert all(list((run.directory / "checkpoints").glob("step_*")) for run in runs)
 
 
-def test_a_process_that_is_killed_is_a_failure_and_the_next_call_goes_on(tmp_path: Path) -> None:
+def test_a_killed_process_fails_its_run_and_the_next_call_finishes_it(tmp_path: Path) -> None:
     run = planned_run("a", tmp_path, {"train": {"steps": 60}})
     engine, killed = LocalEngine(1), []
 
@@ -209,7 +209,7 @@ def command(folder: Path, out: Path, log: Path) -> subprocess.Popen[bytes]:
 
 
 def comparable(out: Path) -> dict[str, Any]:
-    """summary.json but for times and memory."""
+    """summary.json without times and memory."""
 
     def without(value: Any) -> Any:
         if isinstance(value, dict):
@@ -237,7 +237,7 @@ def test_two_commands_share_the_work_and_end_with_the_same_summary(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_command_that_is_killed_ten_times_comes_to_the_undisturbed_summary(tmp_path: Path) -> None:
+def test_a_command_killed_ten_times_ends_with_the_summary_of_an_uninterrupted_one(tmp_path: Path) -> None:
     write_experiment(tmp_path)
     assert command(tmp_path, tmp_path / "whole", tmp_path / "whole.log").wait() == 0
     out, log = tmp_path / "pieces", tmp_path / "pieces.log"

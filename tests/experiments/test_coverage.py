@@ -1,10 +1,10 @@
-"""The list of what of the paper is encoded is whole, and names claims that there are."""
+"""The list of encoded parts of the paper is complete and names existing claims."""
 
 from sinklab.experiments.paper import paper_coverage
 from sinklab.experiments.shipped import experiment_ids, load_experiment
 
 TAKEAWAYS = {"4": 2, "5": 2, "6": 3, "7": 3}
-"""By section of the paper, how many its box has."""
+"""Number of takeaways in the box of each section of the paper."""
 
 
 def stated_claims() -> set[str]:
@@ -28,7 +28,7 @@ def test_every_numbered_part_of_the_paper_is_on_the_list() -> None:
     assert {name for name in set(paper_coverage()) - numbered if not name.startswith("section_")} == set()
 
 
-def test_every_claim_on_the_list_is_there() -> None:
+def test_every_claim_on_the_list_exists() -> None:
     named = {claim for part in paper_coverage().values() for claim in part.claims}
     assert named - stated_claims() == set()
 

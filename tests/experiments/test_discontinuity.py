@@ -40,7 +40,7 @@ def test_the_bend_of_a_learning_curve_is_not_taken_for_a_jump(
     assert found == pytest.approx(jump, abs=0.005)
 
 
-def test_noise_of_a_hundredth_moves_it_by_less_than_three() -> None:
+def test_noise_of_0_01_in_the_loss_changes_the_jump_by_less_than_0_03() -> None:
     generator = np.random.default_rng(0)
     curves = [[power_law(step) + generator.normal(0, 0.01) for step in STEPS] for _ in range(200)]
     noisy = np.array([discontinuity_at(STEPS, curve, 850) for curve in curves], dtype=float)
@@ -48,7 +48,7 @@ def test_noise_of_a_hundredth_moves_it_by_less_than_three() -> None:
     assert np.std(noisy) < 0.03
 
 
-def test_what_sets_in_over_several_evaluations_is_no_jump() -> None:
+def test_a_gradual_change_over_several_evaluations_is_not_a_jump() -> None:
     def curve(step: int) -> float:
         return power_law(step) - 0.2 * min(max((step - 800) / 300, 0), 1)
 
@@ -56,14 +56,14 @@ def test_what_sets_in_over_several_evaluations_is_no_jump() -> None:
     assert found == pytest.approx(0.0, abs=0.06)
 
 
-def test_too_few_points_on_a_side_say_nothing() -> None:
+def test_too_few_points_on_a_side_give_no_jump() -> None:
     near_the_end = STEPS[-JUMP_POINTS + 1]
     assert discontinuity_at(STEPS, [power_law(step) for step in STEPS], near_the_end) is None
     assert discontinuity_at(STEPS, [power_law(step) for step in STEPS], STEPS[-JUMP_POINTS]) is not None
     assert discontinuity_at(STEPS, [power_law(step) for step in STEPS], 700) is None
 
 
-def test_a_run_has_the_change_at_its_emergence_and_none_without_a_sink() -> None:
+def test_the_loss_change_is_measured_at_the_emergence_of_the_sink_and_none_without_a_sink() -> None:
     def loss(step: int) -> float:
         return 4 - 0.2 * math.log(step) + (0.25 if step >= 900 else 0.0)
 

@@ -1,4 +1,4 @@
-"""An engine that cannot be had is refused in a sentence, before anything is submitted."""
+"""An engine that is not available is refused with the reason, before anything is submitted."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ def test_options_are_read_from_keys_and_values_the_last_of_which_counts() -> Non
 
 
 @pytest.mark.parametrize("setting", ["nodes=2", "gpus", ""])
-def test_an_unknown_option_is_answered_with_those_that_there_are(setting: str) -> None:
+def test_an_unknown_engine_option_is_refused_with_the_known_ones(setting: str) -> None:
     with pytest.raises(InputError) as refused:
         read_options(RayOptions, "ray", [setting])
     assert setting in str(refused.value)
@@ -28,7 +28,7 @@ def test_an_unknown_option_is_answered_with_those_that_there_are(setting: str) -
     ("setting", "reason"),
     [("cpus=none", "valid integer"), ("cpus=0", "greater than or equal to 1"), ("hours=0", "0.1"), ("gpus=-1", "0")],
 )
-def test_a_wrong_value_is_named_with_what_it_may_be(setting: str, reason: str) -> None:
+def test_a_wrong_value_is_refused_with_the_allowed_ones(setting: str, reason: str) -> None:
     with pytest.raises(InputError, match=f"--engine-option {setting}: .*{reason}"):
         read_options(SlurmOptions, "slurm", [setting])
 
@@ -48,9 +48,7 @@ def test_an_engine_that_is_not_installed_names_the_extra(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_machine_without_slurm_is_told_which_command_it_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_slurm_the_error_names_the_missing_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("submitit", reason="needs submitit (extra cluster)")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InputError, match="--engine slurm: sbatch is not on the PATH"):

@@ -1,4 +1,4 @@
-"""Experiments: files of cells and claims, those that come along and one's own, and the commands that run them."""
+"""Experiments: files of cells and claims, shipped and of the user, and the commands that run them."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def own() -> Experiment:
     return load_experiment("mine.yaml")
 
 
-def test_a_cell_is_a_variant_of_the_catalogue_what_changes_or_both(run: Run) -> None:
+def test_a_cell_is_a_variant_of_the_catalogue_a_change_or_both(run: Run) -> None:
     cells = cells_of(own(), "tiny", 1, {})
     sigmoid = build_recipe(load_recipe("small.yaml").model_dump(), {"model": {"attention": {"operation": "sigmoid"}}})
     assert cells["sigmoid"].recipe.model == sigmoid.model
@@ -35,7 +35,7 @@ def test_a_cell_is_a_variant_of_the_catalogue_what_changes_or_both(run: Run) -> 
     assert cells["decayed"].recipe.optim.weight_decay == 0.5
 
 
-def test_what_a_cell_changes_is_said_as_in_its_overlays(run: Run) -> None:
+def test_changes_of_a_cell_are_listed_as_in_its_overlays(run: Run) -> None:
     cells = cells_of(own(), "tiny", 1, {"train": {"steps": 9}})
     changes = {name: dict(cell.change) for name, cell in cells.items()}
     assert changes["softmax"] == {}
@@ -45,7 +45,7 @@ def test_what_a_cell_changes_is_said_as_in_its_overlays(run: Run) -> None:
     assert cell.change == {"losses.tweo.weight": 0.01, "losses.tweo.tau": 3.0, "losses.tweo.p": 4.0}
 
 
-def test_what_a_cell_changes_includes_settings_of_the_base_that_another_optimiser_replaces() -> None:
+def test_changes_of_a_cell_include_settings_that_another_optimiser_replaces() -> None:
     overlays = {"short": {"optim": "muon"}, "long": {"optim": {"name": "muon"}}}
     values = {"id": "muon", "title": "Muon", "base": "tiny", "cells": overlays}
     cells = cells_of(Experiment.model_validate(values), "tiny", 1, {})
@@ -54,7 +54,7 @@ def test_what_a_cell_changes_includes_settings_of_the_base_that_another_optimise
     assert cells["long"].change == {"optim.name": "muon", **replaced}
 
 
-def test_seeds_come_one_after_the_other_within_an_experiment_and_experiments_by_their_rank(run: Run) -> None:
+def test_runs_are_ordered_by_the_rank_of_experiments_and_then_by_seed(run: Run) -> None:
     second = own()
     first = second.model_copy(update={"id": "first", "rank": 1, "cells": {"softmax": [], "gate": [{"seed": 0}]}})
     first = first.model_copy(update={"seeds": 1})
@@ -65,9 +65,7 @@ def test_seeds_come_one_after_the_other_within_an_experiment_and_experiments_by_
     )  # fmt: skip
 
 
-def test_all_experiments_that_come_along_are_listed_with_what_they_cost(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_shipped_experiments_are_listed_with_their_cost(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("os.getloadavg", lambda: (64.0, 0.0, 0.0))
     status, out, _ = run("experiments")

@@ -1,4 +1,4 @@
-"""The paper at a glance: twenty statements, each of claims and numbers that there are."""
+"""The paper at a glance: twenty statements, each with existing claims and numbers."""
 
 import re
 
@@ -23,7 +23,7 @@ def asked_at(scale: str, statement: PaperStatement) -> list[str]:
     return found
 
 
-def test_there_are_twenty_and_each_says_something_else() -> None:
+def test_there_are_twenty_distinct_statements() -> None:
     assert len(statements()) == 20
     assert len({one.says for one in statements()}) == 20
     assert len({one.claims[0] for one in statements()}) == 20
@@ -41,7 +41,7 @@ def test_every_statement_is_asked_at_tiny_or_mini(statement: PaperStatement) -> 
 
 
 @pytest.mark.parametrize("statement", [one for one in statements() if one.number], ids=lambda one: one.says)
-def test_a_number_is_that_of_a_cell_and_stands_in_what_the_paper_says(statement: PaperStatement) -> None:
+def test_the_number_of_a_statement_belongs_to_a_cell_and_is_in_the_papers_words(statement: PaperStatement) -> None:
     assert statement.number is not None
     experiment = load_experiment(statement.claims[0].partition(".")[0])
     assert statement.number.cell in experiment.cells_at("tiny")

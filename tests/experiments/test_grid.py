@@ -49,7 +49,7 @@ def test_a_grid_trains_every_cell_with_every_combination() -> None:
     )  # so that its runs are shared
 
 
-def test_a_grid_that_was_written_down_is_read_as_the_same() -> None:
+def test_a_saved_grid_is_loaded_unchanged() -> None:
     experiment = Experiment.model_validate(SAID)
     assert Experiment.model_validate(experiment.model_dump(mode="json")) == experiment
 
@@ -78,7 +78,7 @@ def test_a_matrix_has_a_row_per_cell_and_a_column_per_combination() -> None:
         ({"baseline": "softmax"}, "baseline 'softmax' is not a cell"),
     ],
 )
-def test_a_grid_that_cannot_be_is_refused(changed: dict[str, Any], said: str) -> None:
+def test_an_invalid_grid_is_refused_with_the_reason(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         Experiment.model_validate({**SAID, **changed})
 

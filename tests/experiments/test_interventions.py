@@ -1,4 +1,4 @@
-"""The catalogue, the registry, and what they promise: neutral values change nothing, every variant trains."""
+"""The catalogue and registry of interventions: neutral values change nothing, and every variant trains."""
 
 from pathlib import Path
 from statistics import mean
@@ -81,7 +81,7 @@ def test_a_neutral_value_is_another_recipe_than_its_baseline(key: str) -> None:
     assert build_recipe(BASE, neutral.values) != build_recipe(BASE, neutral.against or {})
 
 
-def test_the_catalogue_says_of_every_neutral_value_where_it_is_chosen() -> None:
+def test_the_catalogue_lists_the_neutral_value_of_every_setting() -> None:
     rows = {f"{row.key} ({row.kind})": row for row in catalogue()} | {row.key: row for row in catalogue()}
     kinds_as_a_whole = {key for key in NEUTRAL if key in rows and rows[key].is_kind}
     assert {key: rows[key].neutral for key in set(NEUTRAL) - kinds_as_a_whole} == {
@@ -116,7 +116,7 @@ def test_the_catalogue_gives_the_bounds_of_each_type_that_a_value_may_have() -> 
     assert rows["model.attention.bias.count"].values == "integer >= 1 and <= 10,000,000"
 
 
-def test_every_key_of_the_model_is_an_intervention_or_said_not_to_be() -> None:
+def test_every_key_of_the_model_is_an_intervention_or_listed_as_not_one() -> None:
     keys = {row.key for row in catalogue()}
     for name in ModelConfig.model_fields:
         key = f"model.{name}"

@@ -1,4 +1,4 @@
-"""Experiments on existing models: what is measured, drawn, kept, refused, and how far a verdict speaks."""
+"""Experiments on existing models: measurements, draws, resuming, refusals, and the models that a verdict covers."""
 
 import json
 import math
@@ -98,7 +98,7 @@ def test_cells_that_differ_in_threshold_and_length_share_a_pass_and_have_its_num
         assert {name: done.cells[name].runs[draw].values["sink_1"] for name in expected} == expected
 
 
-def test_draws_are_other_sequences_and_a_draw_is_always_the_same(gpt2: str, text: Path, tmp_path: Path) -> None:
+def test_draws_differ_from_each_other_and_are_reproducible(gpt2: str, text: Path, tmp_path: Path) -> None:
     experiment = made({"natural": {}, "random": {"inputs": "random"}, "repeat": {"inputs": "repeat"}})
     once, again = (measure_experiment(experiment, [gpt2], text, 2, out=tmp_path / name) for name in ("a", "b"))
     for cell in ("natural", "random", "repeat"):
@@ -107,7 +107,7 @@ def test_draws_are_other_sequences_and_a_draw_is_always_the_same(gpt2: str, text
         assert np.array_equal(first, again.outcome.measured[f"{cell}/seed_0"].importance)
 
 
-def test_an_interrupted_experiment_goes_on_and_more_draws_keep_those_there_are(
+def test_an_interrupted_experiment_resumes_and_more_draws_keep_finished_ones(
     gpt2: str, text: Path, tmp_path: Path
 ) -> None:
     experiment = made(
@@ -146,7 +146,7 @@ def test_a_repeated_token_has_no_sink_in_a_real_model_with_rotary_positions(data
     assert summary.experiments["table_1"].elsewhere["GPT2-XL"]["repeat"] == {"sink_1": 62.28}
 
 
-def test_what_is_claimed_of_added_positions_is_said_of_models_that_add_them(
+def test_claims_about_added_positions_are_judged_for_models_that_add_them(
     gpt2: str, text: Path, tmp_path: Path
 ) -> None:
     results = measure_experiment(shipped("table_1", **SMALL), [gpt2], text, 2, out=tmp_path)
@@ -162,7 +162,7 @@ def test_a_pair_is_measured_as_base_and_chat(gpt2: str, neox: str, text: Path, t
     assert results.summary().scale == "gpt2, neox"
 
 
-def test_swapped_positions_take_what_belongs_to_them_along(gpt2: str, tmp_path: Path) -> None:
+def test_swapping_two_positions_swaps_their_hidden_norms(gpt2: str, tmp_path: Path) -> None:
     experiment = shipped("table_7", sequences=4, length=32)
     few = {name: cell for name, cell in experiment.requests.items() if name in ("unchanged", "swapped_5", "replaced_5")}
     claims = tuple(claim for claim in experiment.claims if set(claim.cells) <= set(few))
@@ -232,14 +232,16 @@ def test_a_claim_of_an_unknown_family_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("kind", "number"), [("none", 1), ("relative", 2), ("alibi", 3), ("rotary", 4)])
-def test_a_proposition_is_claimed_of_the_models_of_which_it_speaks(kind: str, number: int, tmp_path: Path) -> None:
+def test_each_proposition_is_judged_for_models_with_its_kind_of_positions(
+    kind: str, number: int, tmp_path: Path
+) -> None:
     run, _ = trained_run(tmp_path, {}, {"position": kind})
     results = measure_experiment(shipped("propositions", **SMALL), [str(run)], None, 5, out=tmp_path / "out")
     (claim,) = results.summary().claims
     assert (claim.id, claim.verdict) == (f"proposition_{number}", "reproduced")
 
 
-def test_no_proposition_speaks_of_a_model_that_adds_positions(gpt2: str, tmp_path: Path) -> None:
+def test_no_proposition_applies_to_a_model_that_adds_positions(gpt2: str, tmp_path: Path) -> None:
     results = measure_experiment(shipped("propositions", **SMALL), [gpt2], None, 5, out=tmp_path / "out")
     assert results.summary().claims == []
     values = results.summary().cells["repeat"].runs[0].values
@@ -258,7 +260,7 @@ def test_importance_is_that_of_the_first_quarter_of_the_layers_and_of_the_others
     assert found.value("importance_gap") == pytest.approx(layers_L[2:].mean() - layers_L[:2].mean())
 
 
-def test_the_published_number_stands_beside_the_model_that_the_paper_measured_and_no_other(tmp_path: Path) -> None:
+def test_published_numbers_are_shown_only_for_the_models_and_settings_of_the_paper(tmp_path: Path) -> None:
     (tmp_path / "Llama-2-7b-chat-hf").mkdir()
     experiment = shipped("table_1")
     natural, chat = experiment.requests["natural"], experiment.requests["chat"]
@@ -293,7 +295,7 @@ def test_angles_are_means_over_the_heads_with_a_sink(data_dir: Path, tmp_path: P
     assert "cosine_first" not in nowhere
 
 
-def test_a_number_that_was_not_measured_is_not_there() -> None:
+def test_a_number_that_was_not_measured_is_none() -> None:
     numbers = measured_numbers(MeasuredCell(sequences=4, length=16), made_measurement(), 1)
     assert numbers.value("cosine_gap") is None
     assert numbers.value("valid_loss") is not None
@@ -350,7 +352,7 @@ def test_draws_that_may_share_pieces_of_the_text_are_not_taken_for_disjoint_ones
     measure_experiment(made({"natural": {}}), [gpt2], text, 1, out=tmp_path)
     request = tmp_path / "natural" / "seed_0" / "request.json"
     asked = json.loads(request.read_text(encoding="utf-8"))
-    request.write_text(json.dumps({**asked, "drawn_text": True}), encoding="utf-8")  # as it was kept earlier
+    request.write_text(json.dumps({**asked, "drawn_text": True}), encoding="utf-8")  # the format of earlier versions
     with pytest.raises(InputError, match=r"other settings \(drawn_text is True, requested disjoint\)"):
         measure_experiment(made({"natural": {}}), [gpt2], text, 2, out=tmp_path)
 

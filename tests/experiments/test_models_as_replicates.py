@@ -108,7 +108,7 @@ def test_fewer_replicates_are_the_first_models(few_then_all: tuple[Summary, Summ
     assert found.claims[0].seeds == SEEDS
 
 
-def test_a_shipped_experiment_can_be_asked_about_a_series_of_ones_own(series: Path) -> None:
+def test_a_shipped_experiment_accepts_the_users_own_series_of_models(series: Path) -> None:
     own = tuple(str(series / f"seed{seed}") for seed in range(SEEDS))
     experiment = with_models(of_series(Path("elsewhere")), own)
     (start, end) = passes_of(experiment, subjects_of(experiment, own, series / "text.jsonl"))
@@ -131,7 +131,7 @@ def test_a_single_model_per_cell_is_measured_on_draws(series: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_shipped_experiment_is_priced_by_the_names_of_its_models(name: str) -> None:
+def test_the_download_size_of_a_shipped_experiment_follows_from_names_of_models(name: str) -> None:
     experiment = load_experiment(name)
     passes = passes_of(experiment, subjects_of(experiment, (), Path("text.jsonl")))
     models = [model for one in passes for model in one.models.values()]
@@ -139,7 +139,7 @@ def test_a_shipped_experiment_is_priced_by_the_names_of_its_models(name: str) ->
     assert "unknown" not in download_of(models)
 
 
-def test_the_price_of_models_is_two_bytes_for_each_parameter_in_their_names() -> None:
+def test_the_download_size_is_two_bytes_for_each_parameter_in_the_names_of_models() -> None:
     named = [ModelChoice("EleutherAI/pythia-160m-seed1", "step1000"), ModelChoice("dmis-lab/OSP-1.4B-100B-Adam")]
     assert download_of(named) == "2 models to download unless cached, about 3.1 GB at 16 bits"
     assert "1 model of unknown size" in download_of([*named, ModelChoice("org/a")])
@@ -162,7 +162,7 @@ def test_cells_whose_replicates_cannot_be_compared_are_refused(cells: dict[str, 
         Experiment.model_validate({"id": "mine", "title": "Mine", "cells": sized})
 
 
-def test_a_model_with_the_revision_of_the_cell_and_without_one_is_named_twice() -> None:
+def test_a_model_given_with_and_without_the_revision_of_its_cell_is_refused_as_repeated() -> None:
     cells = {"a": {"inputs": "random", "models": ["org/x@r", "org/x"], "revision": "r"}}
     experiment = Experiment.model_validate({"id": "mine", "title": "Mine", "cells": cells})
     with pytest.raises(InputError, match="org/x@r is repeated"):

@@ -28,7 +28,7 @@ PAPER = [
     "scale_1b",
 ]
 
-# What results.yaml names otherwise: its table, then the table of published.yaml and, by its order, the rows there.
+# Names of results.yaml that differ from those of published.yaml: columns, tables, and the rows of a table.
 COLUMNS = {"sink1": "sink_1", "sink2": "sink_2", "star": "sink_bias"}
 LISTS = {
     "table_2_weight_decay": ("table_2", None),
@@ -113,7 +113,7 @@ def test_the_rows_of_a_table_are_its_published_rows(table: str) -> None:
 
 
 @needs_the_paper
-def test_the_other_tables_are_published_rows_too() -> None:
+def test_tables_of_other_shapes_equal_their_published_rows() -> None:
     ours, theirs = published(), results()
     fixed = [list(row.values()) for row in ours["table_10"].values()]
     assert fixed == list(theirs["table_10_right_fixed_token"].values())

@@ -1,4 +1,4 @@
-"""The paper's numbers beside cells, at its own scale held against ours, and what is refused."""
+"""The paper's numbers: rows of cells, comparison with ours at the paper's scale, and refusals."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def test_every_published_number_is_of_a_quantity_or_of_a_column_about_models() -
         quantity(name)
 
 
-def test_a_cell_has_the_row_of_its_name_or_the_one_it_is_given_or_none() -> None:
+def test_a_cell_has_the_published_row_of_its_name_an_assigned_row_or_none() -> None:
     said = Published(table="table_4", rows={"without_bos": "sink_token"})
     assert said.numbers_of("softmax") == {"sink_1": 18.18, "valid_loss": 3.73}
     assert said.numbers_of("without_bos") == said.numbers_of("sink_token")
@@ -53,7 +53,7 @@ OURS = {"softmax": [17.0, 19.0, 18.5, 17.5, 18.0], "k_biases": [0.0] * 5}
 ELSEWHERE = {"softmax": [36.0, 37.0, 35.0, 36.5, 35.5], "k_biases": [0.0] * 5}
 
 
-def test_a_published_number_where_another_seed_of_ours_would_lie_is_reproduced() -> None:
+def test_a_published_number_within_the_prediction_interval_is_reproduced() -> None:
     found = verdict(LESS, cells_of("sink_1", OURS), "60m", published=TABLE_4)
     assert found.verdict == "reproduced"
     assert (
@@ -62,27 +62,27 @@ def test_a_published_number_where_another_seed_of_ours_would_lie_is_reproduced()
     )
 
 
-def test_a_published_number_elsewhere_leaves_the_direction_only() -> None:
+def test_a_published_number_outside_the_prediction_interval_gives_direction_only() -> None:
     found = verdict(LESS, cells_of("sink_1", ELSEWHERE), "60m", published=TABLE_4)
     assert found.verdict == "direction only"
     assert "The paper's value of 18.18 % for softmax is outside" in found.evidence
 
 
-def test_at_another_scale_than_the_papers_nothing_is_computed_from_its_numbers() -> None:
+def test_published_numbers_are_not_used_at_other_scales_than_the_papers() -> None:
     for scale in ("tiny", "small"):
         found = verdict(LESS, cells_of("sink_1", ELSEWHERE), scale, published=TABLE_4)
         assert found.verdict == "reproduced"
         assert "paper" not in found.evidence
 
 
-def test_a_published_number_rescues_no_claim_that_our_seeds_do_not_establish() -> None:
+def test_published_numbers_do_not_support_a_claim_that_our_seeds_do_not_establish() -> None:
     other_way = {"is": "greater", "value": "sink_1", "cell": "k_biases", "than": "softmax"}
     assert verdict(other_way, cells_of("sink_1", OURS), "60m", published=TABLE_4).verdict == "contradicted"
     one = {cell: values[:1] for cell, values in OURS.items()}
     assert verdict(LESS, cells_of("sink_1", one), "60m", published=TABLE_4).verdict == "no verdict"
 
 
-def test_the_number_of_a_step_before_the_end_is_not_held_against_a_published_one() -> None:
+def test_a_number_before_the_last_step_is_not_compared_with_a_published_one() -> None:
     found = verdict({**LESS, "at_step": 1500}, cells_of("sink_1", ELSEWHERE), "60m", published=TABLE_4)
     assert found.verdict == "reproduced"
     assert "paper" not in found.evidence

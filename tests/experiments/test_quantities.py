@@ -1,4 +1,4 @@
-"""Numbers that are made of what evaluations record."""
+"""Quantities computed from the evaluations of a run."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def run_of(*readings: Evaluation) -> RunNumbers:
     return RunNumbers(seed=0, readings=readings)
 
 
-def test_rates_of_positions_in_the_middle_are_added_up() -> None:
+def test_sink_rates_of_a_range_of_positions_are_summed() -> None:
     assert run_of(FIRST).value("sink_2_to_5") == 14.0
     assert run_of(FIRST).value("sink_1_or_bias") == 1.0
     assert run_of(FIRST.model_copy(update={"sink_rate_bias": 60.0})).value("sink_1_or_bias") == 61.0
@@ -36,7 +36,7 @@ def test_rates_of_positions_beyond_the_measured_ones_are_unknown(name: str) -> N
     assert run_of(FIRST).value(name) is None
 
 
-def test_the_growth_is_that_since_half_of_the_steps() -> None:
+def test_sink_growth_is_the_change_since_half_of_the_steps() -> None:
     rates = {0: 0.0, 100: 4.0, 200: 10.0, 300: 20.0, 400: 30.0}
     run = run_of(*(FIRST.model_copy(update={"step": step, "sink_rate": [rate]}) for step, rate in rates.items()))
     assert run.value("sink_growth") == pytest.approx(20.0 - 10.0)
@@ -50,7 +50,7 @@ def test_the_untrained_model_is_not_among_the_last_evaluations() -> None:
     assert run_of(FIRST).value("valid_loss") == 7.0
 
 
-def test_a_sink_token_grows_against_the_untrained_one() -> None:
+def test_the_norm_growth_of_a_sink_token_is_relative_to_the_untrained_model() -> None:
     later = [FIRST.model_copy(update={"step": step, "norm_ratio_sink_token": [8.0]}) for step in (1, 2, 3)]
     assert run_of(FIRST, *later).value("norm_growth_sink_token") == 4.0
     assert run_of(*later).value("norm_growth_sink_token") is None
@@ -64,7 +64,9 @@ def test_a_sink_token_grows_against_the_untrained_one() -> None:
         ({"attention": {"mask": {"kind": "window", "width": 4}}}, "sink_window_start"),
     ],
 )
-def test_what_only_some_models_have_is_read_from_their_runs(model: dict[str, Any], name: str, tmp_path: Path) -> None:
+def test_quantities_of_only_some_models_are_read_from_their_runs(
+    model: dict[str, Any], name: str, tmp_path: Path
+) -> None:
     run, _ = trained_run(tmp_path, {}, model)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     recorded = [row["sink_rate_window_start" if name == "sink_window_start" else name] for row in rows]

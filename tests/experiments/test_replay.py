@@ -1,4 +1,4 @@
-"""The committed packs give their verdicts: judged again, with every kind of check, and packed again from their runs."""
+"""The committed packs are reproduced from their runs: verdicts with every kind of check, and the packed files."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def with_runs_of(pack: Path, experiments: tuple[str, ...], folder: Path) -> Path
 
 
 @pytest.mark.parametrize("name", REPLAYED)
-def test_committed_verdicts_are_given_again(name: str, tmp_path: Path) -> None:
+def test_committed_verdicts_are_reproduced_from_their_runs(name: str, tmp_path: Path) -> None:
     before = read_document(Summary, PACKS[name] / SUMMARY, "")
     top = with_runs_of(PACKS[name], REPLAYED[name], tmp_path)
     now = summary_of(read_manifests(top), top)
@@ -56,7 +56,7 @@ def test_committed_verdicts_are_given_again(name: str, tmp_path: Path) -> None:
                 assert claim in now.claims
 
 
-def test_ten_runs_are_packed_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_the_runs_of_a_pack_again_gives_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def drawn(data: ReportData, *others: object) -> str:
         return "drawn"
 

@@ -1,4 +1,4 @@
-"""`sinklab reproduce`: trains what is missing, wherever it lies, and adds up what there is."""
+"""`sinklab reproduce`: trains missing runs, finds existing ones below its directory, and summarises them."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def records(out: Path) -> dict[str, int]:
     return {path.parent.name: os.stat(path).st_mtime_ns for path in out.rglob("record.json")}
 
 
-def test_an_experiment_of_ones_own_is_run_by_its_file_and_once(run: Run) -> None:
+def test_an_experiment_of_the_user_is_run_from_its_file_and_not_trained_twice(run: Run) -> None:
     status, out, err = run("reproduce", "mine.yaml", *OPTIONS, "--json")
     assert status == 0, err
     summary = json.loads(out)
@@ -95,7 +95,7 @@ def test_experiments_share_their_cells_and_a_summary(run: Run) -> None:
     assert cells["softmax"]["seeds"] == 2
 
 
-def test_what_was_asked_for_before_stays_in_the_summary(run: Run) -> None:
+def test_earlier_experiments_and_seeds_stay_in_the_summary(run: Run) -> None:
     assert run("reproduce", "mine.yaml", *OPTIONS)[0] == 0
     assert run("reproduce", "other.yaml", *OPTIONS)[0] == 0
     assert list(summary_of(Path("runs/tiny"))["experiments"]) == ["other", "mine"]
@@ -149,7 +149,7 @@ def test_shards_divide_the_runs_and_the_last_one_finds_all_of_them(run: Run) -> 
     assert "--shard 3/3: the shards of 3 are 0/3 to 2/3" in err
 
 
-def test_runs_of_other_steps_stay_and_are_not_in_the_summary(run: Run) -> None:
+def test_runs_with_another_number_of_steps_are_kept_but_not_summarised(run: Run) -> None:
     assert run("reproduce", "mine.yaml", *OPTIONS)[0] == 0
     status, _, err = run("reproduce", "other.yaml", *OPTIONS, "--steps", 2)
     assert status == 0
@@ -158,7 +158,7 @@ def test_runs_of_other_steps_stay_and_are_not_in_the_summary(run: Run) -> None:
     assert len(records(Path("runs/tiny"))) == 6 + 2
 
 
-def test_a_run_of_sinklab_train_below_the_directory_is_taken(run: Run) -> None:
+def test_a_run_of_sinklab_train_in_a_subdirectory_is_not_trained_again(run: Run) -> None:
     told = ["--set", "data.source=text.jsonl", "--set", "model.attention.operation=sigmoid", "--set", "seed=1"]
     assert run("train", "small.yaml", *told, "--out", "out/elsewhere/mine")[0] == 0
     before = Path("out/elsewhere/mine/measurement.json").stat().st_mtime_ns
@@ -170,7 +170,7 @@ def test_a_run_of_sinklab_train_below_the_directory_is_taken(run: Run) -> None:
     assert len(list(Path("out").rglob("env.json"))) == 6
 
 
-def test_a_dry_run_says_what_is_to_be_done_and_writes_nothing(run: Run) -> None:
+def test_a_dry_run_lists_missing_runs_and_writes_nothing(run: Run) -> None:
     before = set(Path().rglob("*"))
     status, out, _ = run("reproduce", "mine.yaml", *OPTIONS, "--dry-run")
     assert status == 0
@@ -213,7 +213,7 @@ def test_runs_in_emulated_bf16_are_preceded_by_a_warning(
 
 
 @pytest.mark.parametrize("engine", ["slurm", "ray"])
-def test_a_dry_run_for_a_cluster_tells_no_time_of_this_machine(run: Run, engine: str) -> None:
+def test_a_dry_run_for_a_cluster_estimates_time_from_finished_runs_only(run: Run, engine: str) -> None:
     status, out, _ = run("reproduce", "mine.yaml", *OPTIONS, "--engine", engine, "--dry-run")
     assert status == 0
     assert f"6 of 6 runs will be trained by {engine}, which limits the number of concurrent runs; the time" in out
@@ -227,7 +227,7 @@ def test_a_dry_run_for_a_cluster_tells_no_time_of_this_machine(run: Run, engine:
     assert all(cell["hours"] > 0 for cell in json.loads(out)["cells"])
 
 
-def test_a_cell_that_fails_is_shown_the_others_go_on_and_the_status_is_1(run: Run) -> None:
+def test_a_failed_cell_is_reported_the_others_are_trained_and_the_status_is_1(run: Run) -> None:
     status, out, err = run("reproduce", "diverging.yaml", *OPTIONS)
     assert status == 1
     assert "failed: huge: training diverged at step" in err
@@ -276,7 +276,7 @@ def test_a_finished_run_that_has_lost_its_metrics_is_named_and_the_others_are_su
     assert "restore it, or remove the directory to train the run again" in cells["gate"]["runs"][0]["message"]
 
 
-def test_a_lock_that_nobody_holds_keeps_nobody_out(run: Run) -> None:
+def test_a_stale_lock_file_does_not_block_a_run(run: Run) -> None:
     assert run("reproduce", "other.yaml", *OPTIONS)[0] == 0
     (directory,) = Path("runs/tiny").glob("gate-*")
     (directory / "record.json").unlink()
@@ -353,7 +353,7 @@ def test_a_name_that_meant_another_recipe_in_an_earlier_call_is_refused(run: Run
     )
 
 
-def test_the_help_says_how_many_seeds_there_are_unless_told(run: Run) -> None:
+def test_the_help_states_the_default_number_of_seeds(run: Run) -> None:
     assert EXPERIMENT.count("seeds: 2") == 1
     _, out, _ = run("reproduce", "--help")
     assert "the first N seeds, draws or models; default: the experiment's, usually 5" in " ".join(out.split())

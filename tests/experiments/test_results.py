@@ -25,11 +25,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of the trained run directory."""
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
-def test_the_numbers_are_the_means_of_its_last_three_evaluations(run: Path) -> None:
+def test_numbers_of_a_run_are_means_of_its_last_three_evaluations(run: Path) -> None:
     last = json.loads((run / METRICS).read_text().splitlines()[-1])
     numbers = read_numbers(run)
     assert numbers.seed == 0
@@ -41,7 +41,7 @@ def test_the_numbers_are_the_means_of_its_last_three_evaluations(run: Path) -> N
     assert [one.step for one in numbers.readings] == sorted({one.step for one in numbers.readings})
 
 
-def test_how_often_each_head_sinks_is_that_of_the_measurement(run: Path) -> None:
+def test_sink_rates_of_heads_equal_those_of_the_measurement(run: Path) -> None:
     last = json.loads((run / METRICS).read_text().splitlines()[-1])
     measured = Measurement.load(run)
     expected = 100 * (measured.importance_first > measured.eps).mean(0)
@@ -62,7 +62,7 @@ def test_an_evaluation_has_other_thresholds_and_the_importance_of_the_first_posi
     assert last["sink_rate_visible_eps"] is last["sink_rate_bias_eps"] is None
 
 
-def test_a_layer_has_sunk_when_one_of_its_heads_does_in_half_of_the_sequences(run: Path) -> None:
+def test_the_sink_step_of_a_layer_is_when_one_head_has_a_sink_in_half_of_the_sequences(run: Path) -> None:
     rows = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
     assert len(rows) == 2
     rates = [[[0.0, 49.0], [0.0, 0.0]], *([[[0.0, 50.0], [49.0, 49.0]]] * (len(rows) - 1))]
@@ -74,7 +74,7 @@ def test_a_layer_has_sunk_when_one_of_its_heads_does_in_half_of_the_sequences(ru
     assert numbers.value("layer_step_3") is None
 
 
-def test_rows_of_older_runs_know_of_no_heads(run: Path) -> None:
+def test_rates_of_heads_are_none_for_older_runs_without_them(run: Path) -> None:
     rows = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
     for row in rows:
         del row["sink_rate_heads"]
@@ -97,7 +97,7 @@ def test_importance_and_the_rates_at_other_thresholds_are_read_where_rows_have_t
     assert numbers.value("sink_1") == pytest.approx(np.mean([row["sink_rate"][0] for row in rows[-3:]]))
 
 
-def test_a_record_adds_what_the_metrics_do_not_say(run: Path) -> None:
+def test_kurtosis_is_read_from_the_record_of_a_run(run: Path) -> None:
     assert read_numbers(run).value("kurtosis") is None
     RunRecord(hash="0" * 16, name="run", seed=0, status="done", kurtosis=7.5, peak_memory_mb=400.0).save(run)
     numbers = read_numbers(run)

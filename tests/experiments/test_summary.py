@@ -18,7 +18,7 @@ FIVE = {"softmax": [36.0, 30.0, 42.0, 27.0, 22.0], "k_biases": [0.0] * 5}
 
 
 def trained(name: str) -> Experiment:
-    """An experiment that comes with sinklab and trains its cells."""
+    """A shipped experiment that trains its cells."""
     return load_experiment(name)
 
 
@@ -52,7 +52,7 @@ def test_a_step_that_a_seed_never_reached_is_later_than_all_others() -> None:
     assert summary.cells["softmax"].values["sink_1"].never_reached == 0
 
 
-def test_a_cell_without_finished_runs_is_there_with_its_failures() -> None:
+def test_a_cell_without_finished_runs_is_listed_with_its_failures() -> None:
     failed = CellRun(seed=0, hash="0" * 16, directory="x", status="failed", message="the loss is not finite")
     results = {"softmax": CellSummary(runs=[failed])}
     summary = summarise([at_scale(experiment_of(LESS, cells=list(SINKS)), "tiny")], results)
@@ -89,7 +89,7 @@ def test_an_experiment_on_a_recipe_of_its_own_is_not_described_as_the_shipped_re
     assert not at_scale(experiment, "tiny")[1].adapted
 
 
-def test_one_experiment_names_the_summary_and_it_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_summary_of_one_experiment_has_its_name_and_is_loaded_as_saved(tmp_path: Path) -> None:
     summary = summarise([at_scale(trained("lab"), "lab")], cells_of("sink_1", SINKS))
     assert (summary.id, summary.title) == ("lab", trained("lab").title)
     summary.save(tmp_path)

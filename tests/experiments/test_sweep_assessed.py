@@ -1,4 +1,4 @@
-"""Experiments that have their runs assessed: on the text that these were validated on, once, with claims about it."""
+"""Experiments that assess their runs: once, on their validation text, with claims about the numbers."""
 
 import json
 import os
@@ -56,12 +56,12 @@ def test_every_run_is_assessed_once_and_its_numbers_are_judged(run: Run) -> None
             assert one["values"]["streamed_gap_0"] == numbers["streamed_gap_0"]
     assert run("reproduce", "streamed.yaml", *OPTIONS)[0] == 0
     assert assessments() == found
-    assert run("reproduce", "more.yaml", *OPTIONS)[0] == 0  # adds a part to what is there
+    assert run("reproduce", "more.yaml", *OPTIONS)[0] == 0  # adds a part to the assessments
     added = [load_assessment(path) for path in found]
     assert all(set(one.results) == {"heads", "streaming"} for one in added)
 
 
-def test_a_run_that_was_assessed_on_another_text_is_left_as_it_is(run: Run) -> None:
+def test_a_run_assessed_on_another_text_keeps_its_assessment_with_a_warning(run: Run) -> None:
     assert run("reproduce", "streamed.yaml", *OPTIONS, "--seeds", 1)[0] == 0
     path = next(iter(assessments()))
     path.unlink()
@@ -76,7 +76,7 @@ def test_a_run_that_was_assessed_on_another_text_is_left_as_it_is(run: Run) -> N
     assert "streamed_gap_0" not in json.loads(out)["cells"][named]["runs"][0]["values"]
 
 
-def test_what_another_process_assesses_is_waited_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_assessment_by_another_process_is_awaited(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("reproduce", "streamed.yaml", *OPTIONS, "--seeds", 1)[0] == 0
     path = next(iter(assessments()))
     path.unlink()
@@ -85,7 +85,7 @@ def test_what_another_process_assesses_is_waited_for(run: Run, monkeypatch: pyte
         other.enter_context(one_writer(path))
 
         def wait(seconds: float) -> None:
-            if seconds == reproducing.LOOKS_EVERY_S:  # and not that of a lock
+            if seconds == reproducing.LOOKS_EVERY_S:  # not the wait for a lock
                 waited.append(seconds)
                 other.close()
 
@@ -97,7 +97,7 @@ def test_what_another_process_assesses_is_waited_for(run: Run, monkeypatch: pyte
     assert "streaming" in load_assessment(path).results
 
 
-def test_of_a_run_whose_text_has_changed_nothing_is_assessed(run: Run) -> None:
+def test_assessing_a_run_whose_text_has_changed_is_refused(run: Run) -> None:
     assert run("reproduce", "streamed.yaml", *OPTIONS, "--seeds", 1)[0] == 0
     directory = next(iter(assessments())).parent
     with Path("text.jsonl").open("a") as file:

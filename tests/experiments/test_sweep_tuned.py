@@ -64,7 +64,7 @@ def folder(run: Run) -> Run:
         ),
     ],
 )
-def test_what_cannot_be_tuned_is_refused_before_any_training(
+def test_experiments_that_cannot_be_tuned_are_refused_before_any_training(
     folder: Run, monkeypatch: pytest.MonkeyPatch, args: list[str], said: str
 ) -> None:
     find = importlib.util.find_spec

@@ -85,7 +85,7 @@ def above(a: Numbers, b: Numbers) -> NDArray[np.bool_]:
 
 
 def about(share: float, draws: int = DRAWS) -> object:
-    """A share that simulation may miss by chance in one case of a thousand."""
+    """Tolerance around a share that a simulation exceeds by chance in one case of a thousand."""
     return pytest.approx(share, abs=3.3 * sqrt(max(share * (1 - share), 0.01) / draws) + 0.005)
 
 
@@ -96,14 +96,16 @@ def at_equal(first: Shape, second: Shape, middle: Callable[[Numbers], np.floatin
 
 
 @pytest.mark.parametrize(("share", "reproduced"), [(0.5, 0.031), (0.7, 0.17), (0.8, 0.33), (0.9, 0.59), (0.95, 0.77)])
-def test_seed_by_seed_by_the_share_of_all_seeds_that_keep_the_claim(share: float, reproduced: float) -> None:
+def test_seed_by_seed_reproduces_claims_at_the_rate_of_five_seeds_that_keep_them(
+    share: float, reproduced: float
+) -> None:
     kept = [held for held in product((True, False), repeat=SEEDS) if seed_by_seed(held)]
     found = sum(share ** sum(held) * (1 - share) ** (SEEDS - sum(held)) for held in kept)
     assert found == pytest.approx(share**SEEDS) == pytest.approx(reproduced, abs=0.006)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_cells_that_are_alike_are_told_apart_in_at_most_one_case_of_252(shape: str) -> None:
+def test_equal_cells_are_called_different_in_at_most_one_case_of_252(shape: str) -> None:
     assert above(*rates(SHAPES[shape], SHAPES[shape])).mean() <= 0.004 + 0.004
 
 
@@ -112,7 +114,7 @@ UNLIKE = [("half have one", "steady"), ("a fifth has none", "steady"), ("wide", 
 
 @pytest.mark.parametrize("middle", [np.median, np.mean])
 @pytest.mark.parametrize("pair", UNLIKE)
-def test_cells_of_unlike_shapes_with_one_middle_are_told_apart_in_at_most_three_percent(
+def test_cells_of_equal_middle_but_other_shape_are_called_different_in_at_most_3_percent(
     middle: Callable[[Numbers], np.floating], pair: tuple[str, str]
 ) -> None:
     first, second = (SHAPES[name] for name in pair)
@@ -121,7 +123,7 @@ def test_cells_of_unlike_shapes_with_one_middle_are_told_apart_in_at_most_three_
     assert max(above(a, b).mean(), above(b, a).mean()) <= 0.032 + 0.008
 
 
-def test_of_twelve_comparisons_without_a_difference_any_is_wrong_in_five_percent_at_most() -> None:
+def test_any_of_twelve_comparisons_of_equal_cells_is_wrong_in_at_most_five_percent() -> None:
     base, *others = rates(*[SHAPES["steady"]] * 13)
     below, higher = (np.stack([above(*pair(one)) for one in others]).any(0)
                      for pair in (lambda one: (base, one), lambda one: (one, base)))  # fmt: skip
@@ -129,8 +131,8 @@ def test_of_twelve_comparisons_without_a_difference_any_is_wrong_in_five_percent
     assert (below | higher).mean() == about(0.043)
 
 
-def test_six_cells_of_which_half_the_seeds_have_a_sink_fool_the_rule_in_one_case_of_eight() -> None:
-    """The worst that was found: the baseline lies between the two kinds of seeds."""
+def test_six_bimodal_cells_give_a_wrong_verdict_in_one_case_of_eight() -> None:
+    """The worst case that was found: the baseline is between the two kinds of seeds."""
     half = SHAPES["half have one"]
     base, *others = rates(SHAPES["steady"], *[half] * 6)
     base = base - at_equal(SHAPES["steady"], half, np.median)
@@ -139,7 +141,7 @@ def test_six_cells_of_which_half_the_seeds_have_a_sink_fool_the_rule_in_one_case
 
 @pytest.mark.parametrize("pair", [("none", "steady"), ("none", "a fifth has none"), ("wide", "steady"),
                                   ("half have one", "steady"), ("long tail", "wide")])  # fmt: skip
-def test_the_median_of_all_seeds_lies_within_what_is_shown_in_fifteen_cases_of_sixteen(pair: tuple[str, str]) -> None:
+def test_the_shown_interval_contains_the_true_median_in_fifteen_cases_of_sixteen(pair: tuple[str, str]) -> None:
     first, second = (SHAPES[name] for name in pair)
     truth = at_equal(first, second, np.median)
     a, b = rates(first, second)
@@ -157,13 +159,13 @@ def test_the_median_of_all_seeds_lies_within_what_is_shown_in_fifteen_cases_of_s
         (steady(20, 8), steady(40, 10), 0.47),
     ],
 )
-def test_what_of_the_differences_of_rates_is_found(lower: Shape, upper: Shape, found: float) -> None:
+def test_the_power_to_find_differences_of_rates(lower: Shape, upper: Shape, found: float) -> None:
     a, b = rates(upper, lower)
     assert above(a, b).mean() == about(found)
 
 
 @pytest.mark.parametrize(("nats", "found"), [(0.05, 0.62), (0.08, 0.97), (0.125, 1.0)])
-def test_what_of_the_differences_of_losses_is_found(nats: float, found: float) -> None:
+def test_the_power_to_find_differences_of_losses(nats: float, found: float) -> None:
     a, b = 3.78 + LOSS_SD * normals(2, shared=0.1)
     assert above(a + nats, b).mean() == about(found)
 
@@ -193,7 +195,7 @@ def test_losses_are_called_equal_within_a_twentieth_of_a_nat(truth: float, sprea
 
 
 @pytest.mark.parametrize(("rise", "found"), [(0.0, 0.03), (2.0, 0.82), (3.0, 0.98)])
-def test_a_trend_over_five_cells_by_its_standard_deviations_from_end_to_end(rise: float, found: float) -> None:
+def test_the_power_to_find_a_trend_over_five_cells(rise: float, found: float) -> None:
     z = normals(5, draws=1000) + np.linspace(0, rise, 5)[:, None, None]
     names = [f"c{at}" for at in range(5)]
     check = Monotone.model_validate({"is": "rising", "value": "valid_loss", "over": names})
@@ -202,7 +204,7 @@ def test_a_trend_over_five_cells_by_its_standard_deviations_from_end_to_end(rise
 
 
 @pytest.mark.parametrize(("first", "then", "found"), [((6.6, 0.4), (6.6, 0.4), 0.015), ((6.3, 0.3), (7.0, 0.3), 0.70)])
-def test_which_step_comes_first_of_steps_in_hundreds_up_to_1500(
+def test_the_power_to_find_which_of_two_steps_comes_first(
     first: tuple[float, float], then: tuple[float, float], found: float
 ) -> None:
     z = normals(2, draws=1000, shared=0.0)
@@ -217,12 +219,12 @@ def test_which_step_comes_first_of_steps_in_hundreds_up_to_1500(
 
 
 @pytest.mark.parametrize(("times", "cells"), [(3.1, 2), (1.7, 1)])
-def test_the_effect_that_is_found_in_80_percent_of_cases(times: float, cells: int) -> None:
+def test_the_stated_effect_is_found_in_80_percent_of_cases(times: float, cells: int) -> None:
     """3.1 standard deviations between two cells; 1.7 against a cell at 0, which is a bound at every seed."""
     z = normals(2)
     assert above(z[0] + times, z[1] if cells == 2 else np.zeros_like(z[1])).mean() == about(0.80)
 
 
-def test_the_margin_within_which_equal_cells_are_called_so_in_80_percent_of_cases() -> None:
+def test_equal_cells_are_called_equal_in_80_percent_of_cases_at_the_stated_margin() -> None:
     d = np.random.default_rng(0).standard_normal((DRAWS, SEEDS))
     assert np.mean([seed_by_seed((np.abs(one) <= 2.0).tolist()) is True for one in d]) == about(0.80)

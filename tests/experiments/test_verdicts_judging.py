@@ -31,7 +31,7 @@ def test_fewer_than_five_seeds_give_numbers_and_no_verdict() -> None:
     assert {one.verdict for one in judged(HAS_ONE, LESS, results=first(5))} == {"reproduced"}
 
 
-def test_of_two_cells_the_one_with_fewer_seeds_counts() -> None:
+def test_a_comparison_counts_the_seeds_of_the_cell_with_fewer() -> None:
     results = {**first(5), **cells_of("sink_1", {"k_biases": [0.0] * 4})}
     assert (verdict(LESS, results).verdict, verdict(LESS, results).seeds) == ("no verdict", 4)
 
@@ -60,7 +60,7 @@ def test_a_cell_without_finished_runs_leaves_its_claims_not_run_and_says_whether
     assert verdict(LESS, {}).verdict == "not run"
 
 
-def test_seeds_that_failed_to_train_are_left_out_and_said() -> None:
+def test_seeds_that_failed_to_train_are_excluded_and_reported() -> None:
     results = first(5)
     six = {**results, "softmax": cell_of(*results["softmax"].numbers, failed=1)}
     assert verdict(LESS, six).verdict == "reproduced"
@@ -89,7 +89,7 @@ def test_an_experiment_uses_its_own_seeds_only() -> None:
     assert (own.seeds, own.sink_rate, own.valid_loss, own.hidden_norm_ratio_max) == (5, [], None, None)
 
 
-def test_a_claim_carries_who_stated_it_when_and_what_was_changed() -> None:
+def test_a_judged_claim_has_its_kind_of_evidence_its_date_and_its_revision() -> None:
     changed = "2026-11-24: at least 10 %, was 5 %; after three seeds had been seen"
     said = [{"id": "a", "text": "A", "check": HAS_ONE},
             {"id": "b", "text": "B", "check": HAS_ONE, "evidence": "exploratory", "stated": "2026-11-24",
@@ -136,7 +136,7 @@ def at_thresholds(**rates: Sequence[Mapping[str, float]]) -> dict[str, CellSumma
     return {cell: cell_of(*(run_of(seed, row(one)) for seed, one in enumerate(seeds))) for cell, seeds in rates.items()}
 
 
-def test_verdicts_at_other_thresholds_stand_beside_where_rates_were_recorded_there() -> None:
+def test_verdicts_at_other_thresholds_are_given_where_rates_were_recorded() -> None:
     results = at_thresholds(softmax=[{"0.2": 30.0, "0.3": 12.0, "0.4": 4.0 + 2 * seed} for seed in range(5)])
     found = verdict(HAS_ONE, results)
     assert (found.verdict, found.at_eps) == ("reproduced", {"0.2": "reproduced", "0.4": "inconclusive"})
@@ -221,7 +221,7 @@ def test_claims_about_massive_activations_are_asked_where_the_baseline_has_one(
     assert asked.verdict == expected
     if expected == "not asked":
         assert "The value is at least 2 at" in asked.evidence
-    assert sinks.verdict in ("inconclusive", "no verdict")  # which are about no norm
+    assert sinks.verdict in ("inconclusive", "no verdict")  # not about a norm
     never = {"softmax": cell_of(*(run_of(seed, reading()) for seed in range(5))), "k_biases": SMALL}
     assert judged(NORMS, results=never, requires_massive=True)[0].verdict == "not asked"
     assert judged(NORMS, results={}, requires_massive=True)[0].verdict == "not run"
@@ -276,7 +276,7 @@ def test_a_claim_may_name_the_cell_that_must_have_a_massive_activation() -> None
     assert [one.verdict for one in judge(at_scale(experiment, "tiny"), results)] == ["not asked", "reproduced"]
 
 
-def test_norms_are_shown_beside_the_untrained_one_and_the_lowest_since() -> None:
+def test_norms_are_shown_with_their_untrained_and_lowest_values() -> None:
     rows = [reading(step, norm_ratio=norm) for step, norm in ((0, 3.0), (100, 1.2), (200, 5.0), (300, 6.0), (400, 7.0))]
     run = run_of(0, *rows)
     assert run.value("norm_ratio") == 6.0
@@ -292,7 +292,7 @@ def published(name: str, values: Sequence[float]) -> JudgedClaim:
     return verdict(HAS_ONE, results, "60m", published={"table": "table_4"})
 
 
-def test_at_the_papers_own_scale_its_number_lies_where_one_more_seed_would() -> None:
+def test_at_the_papers_scale_its_number_must_be_in_the_prediction_interval() -> None:
     close = [16.0, 17.0, 18.0, 19.0, 20.0]  # 18 +- 3.04 times 1.58
     assert published("sink_1", close).verdict == "reproduced"
     assert (
@@ -310,7 +310,9 @@ def test_at_the_papers_own_scale_its_number_lies_where_one_more_seed_would() -> 
     assert (tiny.verdict, "paper" in tiny.evidence) == ("reproduced", False)
 
 
-def test_what_five_seeds_gave_is_kept_for_those_who_train_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_committed_verdicts_of_five_seeds_are_shown_beside_those_of_fewer_seeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from benchmarks.committed import committed_verdicts
 
     experiment = experiment_of(LESS, cells=list(SINKS), id="table")

@@ -72,7 +72,7 @@ def at_sinks(check: Check, sinks: Mapping[str, Sequence[float]] = SINKS) -> Judg
         ({"is": "falling", "over": ["k_biases", "weak", "softmax"]}, "contradicted"),
     ],
 )
-def test_rates(check: Check, expected: str) -> None:
+def test_verdicts_of_claims_about_rates(check: Check, expected: str) -> None:
     assert at_sinks(check).verdict == expected
 
 
@@ -91,7 +91,7 @@ def test_rates(check: Check, expected: str) -> None:
         ({"is": "equal", "of": ["low", "same", "high"], "margin": 0.05}, "contradicted"),
     ],
 )
-def test_losses(check: Check, expected: str) -> None:
+def test_verdicts_of_claims_about_losses(check: Check, expected: str) -> None:
     assert at_losses(check).verdict == expected
 
 
@@ -104,13 +104,13 @@ def test_a_difference_beyond_the_margin_on_both_sides_leaves_equality_open() -> 
     )
 
 
-def test_alike_asks_for_every_cell_within_the_margin_of_the_first() -> None:
+def test_equality_of_several_cells_requires_each_within_the_margin_of_the_first() -> None:
     three = {"mid": [3.0] * 5, "up": [3.04] * 5, "down": [2.96] * 5}
     assert at_losses({"is": "equal", "of": ["mid", "up", "down"], "margin": 0.05}, three).verdict == "reproduced"
     assert at_losses({"is": "equal", "of": ["up", "mid", "down"], "margin": 0.05}, three).verdict == "contradicted"
 
 
-def test_a_trend_with_neighbours_that_go_the_other_way_without_overlap_is_open() -> None:
+def test_a_trend_is_inconclusive_if_neighbours_go_the_other_way_without_overlap() -> None:
     bent = {"a": [3.0, 3.01, 2.99, 3.0, 3.0], "b": [3.5, 3.505, 3.495, 3.5, 3.5], "c": [3.4, 3.41, 3.39, 3.4, 3.4],
             "d": [4.0, 4.01, 3.99, 4.0, 4.0]}  # fmt: skip
     found = at_losses({"is": "rising", "over": ["a", "b", "c", "d"]}, bent)
@@ -172,12 +172,12 @@ AT_2 = {"is": "greater", "cell": "fixed", "value": "sink_2", "than_value": "high
         ([(0.1, 30.0, 31.0, 1.0, 40.0, 90.0)] * 5, "contradicted"),
     ],
 )
-def test_where_the_sink_is(sinks: list[Sequence[float]], expected: str) -> None:
+def test_verdicts_of_claims_about_the_position_of_the_sink(sinks: list[Sequence[float]], expected: str) -> None:
     found = verdict(AT_2, standing(*sinks))
     assert (found.verdict, found.quantity) == (expected, "sink_2")
 
 
-def test_a_position_that_was_not_measured_is_said() -> None:
+def test_a_claim_about_a_position_that_was_not_measured_has_no_verdict() -> None:
     found = verdict({**AT_2, "value": "sink_9", "than_value": "highest_rate_except_9"}, standing(*[(0.1, 30.0)] * 5))
     assert (found.verdict, found.evidence) == ("no verdict", "Sink_9 was not measured in fixed.")
 
@@ -206,13 +206,13 @@ EARLY = [{0: 0.0, 500: 0.3, 1000: 30.0 + seed, 1500: 36.0} for seed in range(5)]
         ({"before": 3000}, "no verdict"),
     ],
 )
-def test_when_the_sink_appears(said: Check, expected: str) -> None:
-    """By single evaluations: the mean of three would be late."""
+def test_verdicts_of_claims_about_the_step_at_which_the_sink_appears(said: Check, expected: str) -> None:
+    """Single evaluations are judged, because the mean of three would be late."""
     check = {"is": "within", "value": "sink_1", "cell": "softmax", "at_least": 10.0, **said}
     assert verdict(check, emerging(*EARLY)).verdict == expected
 
 
-def test_whether_a_cell_trains() -> None:
+def test_verdicts_of_claims_that_a_cell_trains_or_diverges() -> None:
     run = run_of(0, reading())
     for trained, failed, diverges, trains in (
         (0, 5, "reproduced", "contradicted"),
@@ -238,7 +238,7 @@ def reaching(**steps: Sequence[int | None]) -> dict[str, CellSummary]:
     return {cell: cell_of(*(run(seed, step) for seed, step in enumerate(several))) for cell, several in steps.items()}
 
 
-def test_never_is_later_than_every_step() -> None:
+def test_a_step_that_is_never_reached_is_later_than_every_other() -> None:
     results = reaching(slow=[1300, None, 1200, None, 900], fast=[400, 500, 400, 600, 700], never=[None] * 5)
     later = {"is": "greater", "value": "emergence_step", "cell": "slow", "than": "fast"}
     assert verdict(later, results).verdict == "reproduced"
@@ -286,12 +286,14 @@ def growing(*steps: tuple[int | None, int | None]) -> CellSummary:
         ([(None, None)] * 5, "contradicted"),
     ],
 )
-def test_which_of_two_steps_comes_first(steps: list[tuple[int | None, int | None]], expected: str) -> None:
+def test_verdicts_of_claims_about_which_of_two_steps_comes_first(
+    steps: list[tuple[int | None, int | None]], expected: str
+) -> None:
     check = {"is": "less", "cell": "softmax", "value": "norm_step", "than_value": "emergence_step"}
     assert verdict(check, {"softmax": growing(*steps)}).verdict == expected
 
 
-def test_a_bound_that_is_met_exactly() -> None:
+def test_at_least_at_most_and_margins_include_their_bound_but_above_and_below_do_not() -> None:
     """At least, at most, and a margin include their bound; above, below and absent do not."""
     flat, one = {"a": [4.0] * 5, "b": [4.0] * 5, "c": [4.0] * 5}, {"a": [1.0] * 5}
     assert at_sinks({"is": "within", "cell": "a", "at_least": 4.0}, flat).verdict == "reproduced"
@@ -311,7 +313,7 @@ def test_a_bound_that_is_met_exactly() -> None:
     assert at_sinks(low, {"a": [1.0] * 5, "b": [4.0] * 5}).verdict == "direction only"
 
 
-def test_steps_and_rates_of_a_sink_that_are_met_exactly() -> None:
+def test_thresholds_of_steps_and_rates_of_a_sink_count_as_reached_if_met_exactly() -> None:
     exactly = emerging(*[{0: 0.0, 500: 1.0, 1000: 10.0, 1500: 10.0}] * 5)
     appears = {"is": "within", "value": "sink_1", "cell": "softmax", "at_least": 10.0}
     assert verdict({**appears, "before": 1000}, exactly).verdict == "reproduced"
@@ -343,7 +345,7 @@ def test_steps_and_rates_of_a_sink_that_are_met_exactly() -> None:
         ([{**LESS, "cell": "nobody"}, {**LESS, "is": "greater"}], "contradicted"),
     ],
 )
-def test_of_a_claim_with_parts_all_must_be_reproduced_and_one_contradicts_it(parts: list[Check], expected: str) -> None:
+def test_a_claim_with_parts_requires_all_of_them_and_is_contradicted_by_one(parts: list[Check], expected: str) -> None:
     found = verdict({"is": "all", "of": parts}, cells_of("sink_1", SINKS))
     assert found.verdict == expected
     assert found.quantity == "sink_1"
@@ -379,7 +381,7 @@ def test_the_order_of_seeds_and_cells_and_other_cells_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("transform", [lambda x: 3.7 * x, lambda x: x**0.5, lambda x: x - 100.0])
-def test_comparisons_are_the_same_in_any_unit_in_which_larger_is_larger(transform: Callable[[float], float]) -> None:
+def test_comparisons_do_not_change_under_increasing_transformations(transform: Callable[[float], float]) -> None:
     draw = random.Random(1)
     for _ in range(30):
         losses = {cell: [3.0 + draw.gauss(0, 0.02) + 0.02 * i for _ in range(5)] for i, cell in enumerate("abc")}

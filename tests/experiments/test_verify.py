@@ -55,7 +55,7 @@ def problems(checks: list[Verified]) -> str:
 
 
 def edit_lines(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change every line of a file of JSON lines, and make the checksums right again."""
+    """Change every line of a file of JSON lines, and update the checksums."""
     read = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
     lines = [json.loads(line) for line in read.splitlines()]
     for line in lines:
@@ -164,7 +164,7 @@ def test_a_summary_that_is_missing_or_damaged_is_a_problem(packed: Path, text: s
     assert [one.name for one in checks][-1] == "summary computed again"
 
 
-def test_numbers_of_a_cell_may_differ_by_rounding_and_no_more(packed: Path) -> None:
+def test_numbers_of_a_cell_may_differ_only_by_rounding(packed: Path) -> None:
     summary = json.loads((packed / "summary.json").read_text())
     values = summary["cells"]["softmax"]["values"]["valid_loss"]
     changed = "cells.softmax.values.valid_loss.median is "
@@ -175,14 +175,14 @@ def test_numbers_of_a_cell_may_differ_by_rounding_and_no_more(packed: Path) -> N
         assert problems(verify_packed(packed))[: len(changed)] == expected
 
 
-def test_metrics_that_were_edited_are_found_and_so_are_the_numbers_made_of_them(packed: Path) -> None:
+def test_edited_metrics_and_the_numbers_computed_from_them_are_found(packed: Path) -> None:
     edit_lines(packed / "mine" / "metrics.jsonl.gz", lambda row: row.update(valid_loss=row["valid_loss"] / 2))
     found = problems(verify_packed(packed))
     assert "metrics.jsonl was changed or removed since the run ended" in found
     assert "cells.softmax.valid_loss is" in found
 
 
-def test_a_recipe_that_is_not_that_of_its_hash_is_found(packed: Path) -> None:
+def test_a_recipe_that_does_not_have_its_hash_is_found(packed: Path) -> None:
     path = packed / "mine" / "recipes.yaml"
     path.write_text(path.read_text().replace("warmup_steps: 100", "warmup_steps: 10"))
     write_checksums(packed)
@@ -191,14 +191,14 @@ def test_a_recipe_that_is_not_that_of_its_hash_is_found(packed: Path) -> None:
     assert found.count("recipe.yaml was changed or removed since the run ended") == 6
 
 
-def test_what_was_trained_on_another_text_cannot_be_trained_again(packed: Path) -> None:
+def test_runs_trained_on_another_text_cannot_be_trained_again(packed: Path) -> None:
     Path("text.jsonl").write_text(Path("text.jsonl").read_text().replace("and", "or"))
     found = problems(verify_packed(packed, retrain=1))
     assert "(text.jsonl) or the recipe of the run has changed since it was trained with sinklab" in found
 
 
 @pytest.mark.parametrize("key", ["processor", "device"])
-def test_on_another_processor_losses_are_held_to_a_tolerance_that_is_said(packed: Path, key: str) -> None:
+def test_on_another_processor_losses_are_compared_with_a_stated_tolerance(packed: Path, key: str) -> None:
     edit_lines(packed / "mine" / "runs.jsonl", lambda row: row["environment"].update({key: "an abacus"}))
     checks = verify_packed(packed, retrain=1)
     assert not problems(checks)
@@ -218,7 +218,7 @@ def test_on_another_processor_a_loss_5_percent_away_is_found_and_both_sink_rates
     assert " % here and 77.00 % there, and may differ as between two seeds" in checks[-1].notes[0]
 
 
-def test_a_run_that_other_code_gives_other_numbers_is_found(packed: Path) -> None:
+def test_a_run_whose_numbers_differ_when_trained_again_is_found(packed: Path) -> None:
     def changed(row: dict[str, Any]) -> None:
         row["train_loss"] = row["train_loss"] and row["train_loss"] + 1e-9
 
@@ -227,7 +227,7 @@ def test_a_run_that_other_code_gives_other_numbers_is_found(packed: Path) -> Non
     assert "train_loss differ" in problems(checks[-1:])
 
 
-def test_what_holds_no_packed_results_is_refused(run: Run, tmp_path: Path) -> None:
+def test_a_folder_without_packed_results_is_refused(run: Run, tmp_path: Path) -> None:
     status, _, err = run("verify", tmp_path)
     assert status == 2
     assert "expected a sweep that `sinklab report --pack` has written" in err
@@ -357,7 +357,7 @@ def test_a_run_in_the_cell_of_another_is_found(packed: Path) -> None:
     assert re.search(r"its (?!seed)\S+ is not that of cell", found)
 
 
-def test_a_claim_is_not_stated_in_the_future(packed: Path) -> None:
+def test_a_claim_stated_in_the_future_is_found(packed: Path) -> None:
     manifest = json.loads((packed / "asked" / "mine.json").read_text())
     manifest["experiment"]["stated"] = "2099-01-01"
     (packed / "asked" / "mine.json").write_text(json.dumps(manifest))
@@ -387,7 +387,7 @@ def damaged(**changes: object) -> Callable[[list[dict[str, Any]]], None]:
         (lambda rows: rows[1]["environment"].update(hash=rows[0]["environment"]["hash"]), "is packed twice"),
     ],
 )
-def test_runs_that_are_damaged_are_refused_in_a_sentence(
+def test_damaged_runs_are_refused_with_the_reason(
     packed: Path, run: Run, change: Callable[[list[dict[str, Any]]], None], said: str
 ) -> None:
     path = packed / "mine" / "runs.jsonl"

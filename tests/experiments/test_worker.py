@@ -1,4 +1,4 @@
-"""One run of a sweep: trained and recorded once, by whichever process, and told how it ended."""
+"""One run of a sweep: trained and recorded once, by any process, with an event on how it ended."""
 
 import json
 import math
@@ -50,7 +50,7 @@ def by_train_command(planned: PlannedRun) -> None:
     Trainer(open_run(recipe, prepared(recipe.data), planned.directory)).train()
 
 
-def test_a_run_that_is_done_has_a_record_of_what_its_other_files_do_not_say(tmp_path: Path) -> None:
+def test_a_finished_run_has_a_record_with_time_memory_kurtosis_and_checksums(tmp_path: Path) -> None:
     planned, told = planned_run("one", tmp_path), Told()
     assert trained(planned, told) == Event("one", "done", 4)
     assert [event.kind for event in told.events] == ["ready", "row", "step", "step", "row", "step", "step", "row"]
@@ -108,7 +108,7 @@ def test_a_run_of_sinklab_train_gets_its_record_and_is_not_trained_again(tmp_pat
     assert record.files["measurement.json"] == before == sha256_of(planned.directory / "measurement.json")
 
 
-def test_a_finished_run_without_checkpoints_is_recorded_as_it_is(tmp_path: Path) -> None:
+def test_a_finished_run_without_checkpoints_is_recorded_without_kurtosis(tmp_path: Path) -> None:
     planned, told = planned_run("one", tmp_path), Told()
     by_train_command(planned)
     for path in sorted((planned.directory / "checkpoints").rglob("*"), reverse=True):
@@ -129,7 +129,7 @@ def test_a_run_that_another_process_holds_is_busy(tmp_path: Path) -> None:
     assert trained(planned).kind == "done"
 
 
-def test_a_run_that_is_asked_to_stop_goes_on_to_the_undisturbed_run(tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_to_the_result_of_an_uninterrupted_one(tmp_path: Path) -> None:
     whole, pieces = planned_run("whole", tmp_path), planned_run("pieces", tmp_path)
     trained(whole)
     told = Told()
@@ -141,7 +141,7 @@ def test_a_run_that_is_asked_to_stop_goes_on_to_the_undisturbed_run(tmp_path: Pa
     assert_same_run(whole.directory, pieces.directory)
 
 
-def test_a_run_that_diverges_has_failed_for_good(tmp_path: Path) -> None:
+def test_a_diverged_run_is_not_trained_again(tmp_path: Path) -> None:
     planned = planned_run("one", tmp_path, {"optim": {"lr": 1e30, "clip": None}, "schedule": {"warmup_steps": 0}})
     ended = trained(planned)
     assert ended.kind == "failed"
@@ -154,7 +154,7 @@ def test_a_run_that_diverges_has_failed_for_good(tmp_path: Path) -> None:
     assert told.events == []
 
 
-def test_a_run_that_fails_otherwise_is_tried_again(tmp_path: Path) -> None:
+def test_a_run_that_fails_for_another_reason_is_tried_again(tmp_path: Path) -> None:
     planned = planned_run("one", tmp_path)
     planned.directory.mkdir()
     (planned.directory / "metrics.jsonl").write_text("mine")

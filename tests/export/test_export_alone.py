@@ -75,7 +75,7 @@ ALONE = ("softmax", "sink_logit", "off_by_one")
 
 
 @pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.slow)])
-def test_models_load_without_sinklab_alone_or_from_the_code_beside_them(
+def test_exported_models_load_without_sinklab_with_or_without_the_bundled_code(
     every: int, tokenizer: Path, tmp_path: Path
 ) -> None:
     """Compare the logits of a process that cannot import sinklab with ours."""

@@ -20,7 +20,7 @@ def test_the_converter_of_llama_cpp_reads_an_exported_run(data_dir: Path, tmp_pa
     tokenizer: dict[str, Any] = {
         "tokenizer": str(data_dir / "models" / "TinyStories-656K"),
         "bos": True,
-    }  # one it knows
+    }  # a tokenizer that the converter knows
     there, _ = trained_run(tmp_path, tokenizer)
     exported = export_run(there, tmp_path / "hf").directory
     command = [

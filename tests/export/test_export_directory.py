@@ -147,7 +147,7 @@ def test_runs_that_cannot_be_exported_are_refused_in_a_sentence(
 
 @pytest.fixture
 def largest_file() -> Iterator[Callable[[int], None]]:
-    """From the call on, no file of this process may grow beyond so many bytes, as on a disk that has filled up."""
+    """Limits the size of files that this process writes, in bytes, as a full disk does; 0 removes the limit."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size if size else before[0], before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -55,7 +55,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def model_of(run: Any) -> Any:
-    """The model of a run as transformers has it, without files between them."""
+    """The model of a run as a transformers model, without saving and loading it."""
     model = SinklabForCausalLM(SinklabConfig(run.model.config.model_dump(mode="json"))).eval()
     model.transformer.load_state_dict(run.model.state_dict())
     return model

@@ -16,7 +16,7 @@ from sinklab.interventions import VARIANTS
 from sinklab.model.transformer import Transformer
 from sinklab.survey.api import measure
 
-ALONE = {  # those that transformers knows: the default, also under what does not change the model, and sink logits
+ALONE = {  # variants that transformers has: the default, also with settings outside the model, sink logits, patterns
     **dict.fromkeys(
         ["softmax", "bos", "fixed_token", "random_tokens", "init_torch", "multi_query"], "LlamaForCausalLM"
     ),

@@ -90,7 +90,7 @@ def test_a_hostile_name_does_not_run_in_a_tooltip_even_without_the_content_polic
 
 
 @pytest.mark.parametrize("size", ["1000,1600", "420,1600"])
-def test_the_page_has_something_to_see(browser: str, hostile_page: Path, tmp_path: Path, size: str) -> None:
+def test_the_page_is_not_blank(browser: str, hostile_page: Path, tmp_path: Path, size: str) -> None:
     picture = tmp_path / "page.png"
     visit(browser, hostile_page, f"--window-size={size}", f"--screenshot={picture}")
     assert share_of_rows_with_ink(picture.read_bytes()) > 0.3

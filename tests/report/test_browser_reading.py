@@ -127,7 +127,7 @@ def test_heads_are_explored_by_click_and_keys_and_the_address_holds_the_place(
     assert tab.requests == [pages["explore"].as_uri()]
 
 
-def test_a_map_in_the_page_is_the_one_that_was_measured(tab: BrowserTab, pages: dict[str, Path]) -> None:
+def test_an_attention_map_in_the_page_equals_the_measured_one(tab: BrowserTab, pages: dict[str, Path]) -> None:
     explored = Measurement.load(pages["explore"].parent).explored
     assert explored is not None
     tab.open(pages["explore"])

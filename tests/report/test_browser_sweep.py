@@ -55,7 +55,7 @@ def sorted_by(tab: BrowserTab) -> list[str | None]:
     return tab.evaluate("[...document.querySelectorAll('.board thead th')].map((head) => head.ariaSort)")
 
 
-def test_nothing_is_requested_and_nothing_complained_of(tab: BrowserTab, sweep_page: Path) -> None:
+def test_the_page_makes_no_requests_and_logs_no_errors_or_warnings(tab: BrowserTab, sweep_page: Path) -> None:
     tab.open(sweep_page)
     tab.evaluate(UNFOLD)
     tab.evaluate(BRING_NEAR)
@@ -69,7 +69,7 @@ def test_experiments_are_folded_and_a_link_unfolds_the_one_it_leads_to(tab: Brow
     opened = "[...document.querySelectorAll('details[open]')].map((one) => one.querySelector('h2, h3').id)"
     assert tab.evaluate(opened) == []
     height = tab.evaluate("document.documentElement.scrollHeight")
-    tab.evaluate("location.hash = 'experiment-table_6'")  # folded within what is not run
+    tab.evaluate("location.hash = 'experiment-table_6'")  # folded within the experiments that are not run
     tab.until("document.querySelector('#experiment-table_6').closest('details').open")
     assert tab.evaluate(opened) == ["not-run", "experiment-table_6"]
     tab.click("a[href='#experiment-table_4']")
@@ -111,7 +111,7 @@ def test_at_a_glance_a_statement_is_a_row_or_on_a_telephone_a_block(tab: Browser
     assert len(set(tab.evaluate(across))) == 1
 
 
-def test_the_leaderboard_is_sorted_by_click_with_numbers_as_numbers_and_what_is_missing_last(
+def test_the_leaderboard_is_sorted_by_click_numerically_with_missing_values_last(
     tab: BrowserTab, sweep_page: Path
 ) -> None:
     tab.open(sweep_page)
@@ -195,7 +195,7 @@ def test_a_large_page_is_small_and_opens_at_once(tab: BrowserTab, large_page: Pa
     assert tab.complaints == []
 
 
-def test_charts_of_a_large_page_are_drawn_when_the_reader_comes_near(tab: BrowserTab, large_page: Path) -> None:
+def test_charts_of_a_large_page_are_drawn_when_they_are_scrolled_near(tab: BrowserTab, large_page: Path) -> None:
     tab.open(large_page)
     last = "#chart-experiment_59-numbers-3"
     tab.evaluate(UNFOLD)
@@ -204,7 +204,7 @@ def test_charts_of_a_large_page_are_drawn_when_the_reader_comes_near(tab: Browse
     tab.until(f"document.querySelector('{last} svg.marks')")
 
 
-def test_print_shows_what_is_unfolded_with_its_charts(tab: BrowserTab, large_page: Path, tmp_path: Path) -> None:
+def test_print_shows_unfolded_sections_with_their_charts(tab: BrowserTab, large_page: Path, tmp_path: Path) -> None:
     tab.open(large_page)
     tab.evaluate("document.querySelector('details.experiment').open = true")
     shown = "[...document.querySelectorAll('.chart')].filter((one) => !one.closest('details:not([open])'))"
@@ -229,7 +229,7 @@ def test_hostile_names_do_no_harm_in_tables_charts_tooltips_and_links(tab: Brows
     cells = {**CELLS, HOSTILE: MadeCell((18.0, None, 6.2, 2.84), {HOSTILE: HOSTILE})}
     page = write_report([make_sweep(tmp_path / "tiny", {HOSTILE: experiment, "mitigations": experiment}, cells)])
     policy = re.sub(r"<meta http-equiv[^>]*>", "", page.read_text(encoding="utf-8"))
-    page.write_text(policy, encoding="utf-8")  # not even without the content policy
+    page.write_text(policy, encoding="utf-8")  # names are harmless even without the content policy
     tab.open(page)
     tab.evaluate(UNFOLD)
     tab.show(".experiment .chart")

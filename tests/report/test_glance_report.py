@@ -1,4 +1,4 @@
-"""The page of a sweep begins with the paper at a glance, says where its runs come from, and folds the rest."""
+"""The page of a sweep begins with the paper at a glance, states the origin of its runs, and folds experiments."""
 
 import io
 import json
@@ -108,7 +108,7 @@ def test_numbers_on_which_the_verdict_does_not_rest_are_not_shown_as_ours(sweep_
     assert "up to step 75 k_biases" in Page(write_report([folder]).read_text(encoding="utf-8")).text
 
 
-def test_a_sweep_without_these_claims_has_no_glance(tmp_path: Path) -> None:
+def test_a_sweep_without_claims_of_the_statements_has_no_glance(tmp_path: Path) -> None:
     top = make_sweep(tmp_path / "tiny")
     assert glance(collect([top]).sweeps) == []
     html = write_report([top]).read_text(encoding="utf-8")
@@ -116,7 +116,7 @@ def test_a_sweep_without_these_claims_has_no_glance(tmp_path: Path) -> None:
     assert "forest-0" not in charts_of(html)["specs"]
 
 
-def test_ours_are_drawn_beside_the_papers_percentages(html: str) -> None:
+def test_our_numbers_are_drawn_beside_the_papers_percentages(html: str) -> None:
     rows = charts_of(html)["specs"]["forest-0"]["datasets"]
     numbers = {f"{place} {one.says}": one.number for place, one in enumerate(statements(), 1) if one.number}
     assert {row["cell"]: row["value"] for row in rows["paper"]} == {said: one.paper for said, one in numbers.items()}
@@ -169,7 +169,7 @@ def test_the_leaderboard_is_drawn_with_softmax_at_no_change_of_loss(sweep_folder
     assert {row["model"] for row in best} | {"softmax"} == {row["named"] for row in rows.values() if row["named"]}
 
 
-def test_experiments_are_confirmatory_exploratory_or_not_run_which_comes_last(sweep_folder: Path) -> None:
+def test_experiments_are_grouped_as_confirmatory_exploratory_and_last_not_run(sweep_folder: Path) -> None:
     groups = experiment_groups(experiment_sections(collect([sweep_folder]).sweeps, sweep_folder))
     assert [(one.key, one.folded, [e.name for e in one.experiments]) for one in groups] == [
         ("confirmatory", False, ["table_4", "table_2"]),
@@ -221,7 +221,7 @@ def with_environments(top: Path, **changed: object) -> Path:
     return top
 
 
-def test_the_page_says_with_what_its_runs_were_trained(tmp_path: Path) -> None:
+def test_the_page_states_dates_versions_and_processors_of_its_runs(tmp_path: Path) -> None:
     changed = {"begun": "2026-11-24T01:00:00+00:00", "git": "0123456789abcdef", "changed_files": True}
     top = with_environments(make_sweep(tmp_path / "tiny", {"table_4": EXPERIMENTS["table_4"]}), **changed)
     done = [run for run in collect([top]).sweeps[0].summary.runs if run.status == "done"]
@@ -243,19 +243,19 @@ def test_a_page_contains_the_decision_rule_to_which_it_links(html: str) -> None:
     assert all(sentence in Page(html).text for sentence in RULE)
 
 
-def test_hours_on_cards_are_counted_apart(tmp_path: Path) -> None:
+def test_hours_on_gpus_are_counted_apart_from_core_hours(tmp_path: Path) -> None:
     top = with_environments(make_sweep(tmp_path / "tiny", {"table_4": EXPERIMENTS["table_4"]}), device="NVIDIA H200")
     found = dict(origins(collect([top]).sweeps))
     assert found["Runs"] == "8, 0.7 core-hours, 0.1 GPU-hours"
     assert found["Device"] == "NVIDIA H200"
 
 
-def test_runs_that_do_not_say_with_what_they_were_trained_are_counted(tmp_path: Path) -> None:
+def test_runs_without_a_recorded_date_and_versions_are_counted(tmp_path: Path) -> None:
     found = origins(collect([make_sweep(tmp_path / "tiny", {"table_4": EXPERIMENTS["table_4"]})]).sweeps)
     assert dict(found[1:]) == {"Not recorded": "date and versions of eight runs"}
 
 
-def test_packed_results_say_the_same_and_their_readme_begins_with_the_statements(tmp_path: Path) -> None:
+def test_packed_results_keep_the_origin_of_runs_and_their_readme_has_the_statements(tmp_path: Path) -> None:
     top = with_environments(judge_the_paper(make_sweep(tmp_path / "runs")))
     packed = pack_sweep(collect([top]), tmp_path / "tiny")
     assert origins(collect([packed]).sweeps) == origins(collect([top]).sweeps)
@@ -275,7 +275,7 @@ def test_packed_results_say_the_same_and_their_readme_begins_with_the_statements
     assert (packed / "charts" / "leaderboard-scatter.svg").is_file()
 
 
-def test_a_readme_without_these_claims_has_the_claims_alone(tmp_path: Path) -> None:
+def test_a_readme_without_claims_of_the_statements_has_no_glance(tmp_path: Path) -> None:
     packed = pack_sweep(
         collect([make_sweep(tmp_path / "runs", {"table_6": EXPERIMENTS["table_6"]})]), tmp_path / "tiny"
     )

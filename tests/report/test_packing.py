@@ -1,4 +1,4 @@
-"""A sweep is packed into a folder that can be committed: small, the same every time, of no machine, and reportable."""
+"""A sweep is packed into a folder that can be committed: small, reproducible, free of local paths, and reportable."""
 
 import gzip
 import hashlib
@@ -43,7 +43,9 @@ def packed(sweep_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return pack_sweep(collect([sweep_folder]), tmp_path_factory.mktemp("results") / "tiny")
 
 
-def test_a_packed_sweep_has_what_its_runs_found_in_a_few_files_and_no_weights(sweep_folder: Path, packed: Path) -> None:
+def test_a_packed_sweep_has_the_results_of_its_runs_in_few_files_without_weights(
+    sweep_folder: Path, packed: Path
+) -> None:
     found = contents(packed)
     assert {name for name in found if not name.startswith("charts/")} == {
         *(f"{one}/{file}" for one in TWO for file in ("recipes.yaml", "runs.jsonl", "metrics.jsonl.gz")),
@@ -128,7 +130,7 @@ def test_a_packed_sweep_reads_as_the_sweep_it_was_made_from(sweep_folder: Path, 
     assert [one.edited for one in after.summary.runs].count(["metrics.jsonl"]) == 1
 
 
-def test_what_is_edited_in_a_packed_sweep_is_noticed(sweep_folder: Path, tmp_path: Path) -> None:
+def test_edited_metrics_of_a_packed_sweep_are_noticed(sweep_folder: Path, tmp_path: Path) -> None:
     packed = pack_sweep(collect([sweep_folder]), tmp_path / "tiny")
     file = packed / "table_6" / "metrics.jsonl.gz"
     lines = gzip.decompress(file.read_bytes()).decode().splitlines(keepends=True)
@@ -176,12 +178,12 @@ def test_nothing_in_a_packed_sweep_names_the_machine(sweep_folder: Path, packed:
         assert b"/home/me" not in text
 
 
-def test_a_packed_sweep_is_a_sweep_that_can_be_packed(packed: Path, tmp_path: Path) -> None:
+def test_packing_a_packed_sweep_gives_the_same_files(packed: Path, tmp_path: Path) -> None:
     again = contents(pack_sweep(collect([packed]), tmp_path / "tiny"))
     assert again == contents(packed)
 
 
-def test_a_record_names_the_files_that_are_packed_alone(packed: Path) -> None:
+def test_a_packed_record_names_only_packed_files(packed: Path) -> None:
     records = [run.record for run in read_packed(packed / "table_6")]
     assert all(set(record["files"]) == {"recipe.yaml", "metrics.jsonl"} for record in records)
 
@@ -219,7 +221,7 @@ def test_a_damaged_recipe_or_manifest_is_refused_with_its_path(sweep_folder: Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_packed_is_refused_and_stays_as_it_is(sweep_folder: Path, tmp_path: Path) -> None:
+def test_unsuitable_sweeps_and_folders_are_refused_and_not_changed(sweep_folder: Path, tmp_path: Path) -> None:
     full = tmp_path / "full"
     full.mkdir()
     (full / "thesis.txt").write_text("mine", encoding="utf-8")
@@ -251,7 +253,7 @@ def test_nothing_is_packed_where_the_report_is_refused(sweep_folder: Path, run: 
     assert not Path("packed").exists()
 
 
-def test_an_interrupted_copy_can_be_made_again(
+def test_an_interrupted_packing_can_be_repeated(
     sweep_folder: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(data: object, *rest: object) -> str:

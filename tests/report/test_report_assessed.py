@@ -1,4 +1,4 @@
-"""Assessments in the page, on the leaderboard, and in what is packed of a sweep."""
+"""Assessments in the page, on the leaderboard, and in packed sweeps."""
 
 import json
 import re
@@ -67,7 +67,7 @@ def test_an_assessment_begins_with_the_recommendation_and_folds_every_change(tmp
     assert re.search(r'<details>\s*<summary><h2 id="assessment-0">', html)
 
 
-def test_what_was_not_assessed_has_no_figure(tmp_path: Path) -> None:
+def test_parts_that_were_not_assessed_have_no_figure(tmp_path: Path) -> None:
     folder = make_assessment(tmp_path / "out", heads=None, streaming=None, skipped={"streaming": "no such positions"})
     page = Page(write_report([folder]).read_text(encoding="utf-8"))
     assert "quantisation-0" in headings(page)
@@ -75,7 +75,7 @@ def test_what_was_not_assessed_has_no_figure(tmp_path: Path) -> None:
     assert "no such positions" in page.text
 
 
-def test_two_assessments_are_told_apart_and_their_names_are_text(tmp_path: Path) -> None:
+def test_two_assessments_are_distinguished_by_name_and_names_are_escaped(tmp_path: Path) -> None:
     folders = [make_assessment(tmp_path / "a", "first"), make_assessment(tmp_path / "b", HOSTILE)]
     page = Page(write_report(folders).read_text(encoding="utf-8"))
     assert f"Evicting keys: {HOSTILE}" in page.text
@@ -90,7 +90,7 @@ def test_an_assessment_that_is_damaged_is_named(tmp_path: Path) -> None:
         write_report([folder])
 
 
-def test_the_leaderboard_has_what_was_assessed_of_each_seed(tmp_path: Path) -> None:
+def test_the_leaderboard_has_the_assessed_numbers_of_each_seed(tmp_path: Path) -> None:
     folder = make_sweep(tmp_path / "tiny")
     assert not board_of(folder).assessed
     assess_runs(folder, "softmax", [0.25, 0.5, 1.0])
@@ -111,7 +111,7 @@ def test_the_leaderboard_has_what_was_assessed_of_each_seed(tmp_path: Path) -> N
     assert "Int8" not in numbers(board, "sigmoid")
 
 
-def test_runs_that_were_assessed_on_other_text_are_not_beside_the_rest(tmp_path: Path) -> None:
+def test_the_leaderboard_omits_runs_assessed_on_another_text(tmp_path: Path) -> None:
     folder = make_sweep(tmp_path / "tiny")
     assess_runs(folder, "softmax", [0.5, 0.5, 0.5])
     other = sorted(folder.glob("k_biases-*"))[0]
@@ -121,7 +121,7 @@ def test_runs_that_were_assessed_on_other_text_are_not_beside_the_rest(tmp_path:
     assert "Int8" not in numbers(board, "k_biases")
 
 
-def test_a_packed_sweep_keeps_what_was_assessed_and_no_path_of_this_machine(tmp_path: Path) -> None:
+def test_a_packed_sweep_keeps_assessments_without_paths_of_this_machine(tmp_path: Path) -> None:
     folder = make_sweep(tmp_path / "tiny")
     assess_runs(folder, "softmax", [0.5, 0.5, 0.5])
     packed = pack_sweep(collect([folder]), tmp_path / "packed")

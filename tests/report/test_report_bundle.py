@@ -26,7 +26,7 @@ def bundled_anew():
     return page.vega_bundle.__wrapped__()
 
 
-def test_it_is_bundled_once_for_all_processes(made):
+def test_the_chart_code_is_bundled_once_for_all_processes(made):
     assert bundled_anew() == bundled_anew() == f"/* Vega */ {page.SNIPPET}"
     assert made == [page.SNIPPET]
 
@@ -38,7 +38,7 @@ def test_another_version_is_bundled_again(made, monkeypatch):
     assert len(made) == 2
 
 
-def test_a_kept_file_that_is_empty_or_no_text_is_made_again(made, tmp_path):
+def test_a_cached_bundle_that_is_empty_or_not_text_is_made_again(made, tmp_path):
     whole = bundled_anew()
     (kept,) = (tmp_path / "cache").rglob("*.js")
     for damaged in (b"", b"\xff\xfe\x00"):
@@ -47,13 +47,13 @@ def test_a_kept_file_that_is_empty_or_no_text_is_made_again(made, tmp_path):
         assert kept.read_text() == whole
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(made, tmp_path):
+def test_the_bundle_is_made_without_a_cache_that_cannot_be_written(made, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder would be")
     assert bundled_anew() == bundled_anew()
     assert len(made) == 2
 
 
-def test_no_home_directory_is_done_without(made, monkeypatch):
+def test_the_bundle_is_made_without_a_home_directory(made, monkeypatch):
     monkeypatch.setenv("SINKLAB_CACHE", "~nobody-of-this-name/cache")
     assert bundled_anew() == bundled_anew()
     assert len(made) == 2

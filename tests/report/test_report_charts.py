@@ -1,4 +1,4 @@
-"""Charts: every one compiles, says what it shows, and keeps its colours; files on demand."""
+"""Charts: each compiles, names its axes and cells, and keeps its colours; export to files."""
 
 import json
 import re
@@ -88,7 +88,7 @@ def test_a_cell_has_one_colour_in_all_charts(data: ReportData, drawn: dict[str, 
 
 
 def colour_scales(spec: object) -> Iterator[tuple[list[str], list[str]]]:
-    """Domain and range of every colour scale over cells, wherever it stands in the specification."""
+    """Domain and range of every colour scale over cells, anywhere in the specification."""
     if isinstance(spec, dict):
         colour = spec.get("color")
         if isinstance(colour, dict) and colour.get("field") == "cell":
@@ -153,7 +153,7 @@ def test_the_row_of_uniform_attention_is_labelled_apart_from_those_of_thirty_lay
     assert drawn["layer"][0]["encoding"]["y"]["axis"]["values"] == [*map(str, range(3, 31, 3)), "uniform"]
 
 
-def test_what_a_window_dilutes_is_drawn_a_second_time(tmp_path: Path) -> None:
+def test_importance_over_visible_queries_is_drawn_beside_that_over_all_queries(tmp_path: Path) -> None:
     path = make_measurement(tmp_path / "m")
     before = figures(collect([path]))
     with np.load(path / "measurement.npz") as file:
@@ -202,7 +202,7 @@ def test_no_measurement_of_a_softmax_has_row_sums(drawn: dict[str, Figure]) -> N
     assert "row-sums" not in drawn
 
 
-def test_a_large_matrix_is_thinned_by_means_and_what_is_unknown_stays_out() -> None:
+def test_a_large_matrix_is_thinned_by_means_that_ignore_unknown_values() -> None:
     matrix = np.array([[1.0, np.nan, np.nan], [3.0, 5.0, np.nan], [7.0, 9.0, 11.0]])
     np.testing.assert_allclose(pooled(matrix, 2), [[3.0, np.nan], [8.0, 11.0]])
     assert pooled(matrix, 3) is matrix
@@ -214,7 +214,7 @@ def test_importance_that_reaches_zero_is_drawn_on_a_linear_scale() -> None:
     assert "log" not in texts(charts.lines(rows, position, importance, order=["a"]))
 
 
-def test_a_sink_rate_of_zero_lies_on_the_ground_of_a_readable_axis() -> None:
+def test_a_sink_rate_of_zero_is_drawn_on_an_axis_up_to_one_percent() -> None:
     rows = [{"cell": "a", "step": step, "mean": 0.0, "low": 0.0, "high": 0.0} for step in (0, 10)]
     rate = PlotAxis("Sink rate", "mean", at_least=1.0)
     assert re.search(
@@ -250,7 +250,7 @@ def test_charts_are_exported_as_files_of_the_formats_asked_for(tmp_path: Path) -
         assert path.stat().st_size > 2000
 
 
-def test_an_unknown_format_is_refused_with_those_there_are(tmp_path: Path) -> None:
+def test_an_unknown_format_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="svg, pdf, png"):
         export_charts(collect([make_run(tmp_path / "run")]), tmp_path / "charts", ("gif",))
     assert not (tmp_path / "charts").exists()

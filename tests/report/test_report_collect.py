@@ -103,7 +103,7 @@ def test_directories_of_one_name_are_kept_apart_and_one_that_is_passed_twice_is_
     assert [run.path.parent.resolve() for run in data.runs] == [first, second, third]
 
 
-def test_a_directory_whose_runs_another_one_has_is_refused(tmp_path: Path) -> None:
+def test_a_directory_within_another_given_directory_is_refused(tmp_path: Path) -> None:
     lab = make_run(tmp_path / "lab" / "k").parent
     for dirs in ([tmp_path, lab], [lab / "k", tmp_path], [lab, lab / "k"]):
         with pytest.raises(InputError, match="whose runs would be counted twice"):
@@ -119,7 +119,7 @@ def test_an_assessment_in_two_directories_is_read_once(tmp_path: Path) -> None:
     assert len(collect([lab, assessed]).assessed) == 1
 
 
-def test_a_run_that_failed_says_where_in_the_failed_file_as_in_the_record(tmp_path: Path) -> None:
+def test_the_step_of_a_failed_run_is_shown_with_a_failed_file_or_a_failed_record(tmp_path: Path) -> None:
     first, second = (make_run(tmp_path / name, seed=seed, reached=300) for seed, name in enumerate(("a", "b")))
     write(first / "failed.json", {"step": 300, "message": "the loss is not finite"})
     RunRecord(hash="0", name="softmax", seed=1, status="failed").save(second)
@@ -159,7 +159,7 @@ def test_a_cell_named_like_the_inputs_of_a_shared_pass_has_its_own_numbers(tmp_p
     assert rates == {**{name: cell.sink_rate[0] for name, cell in summary.cells.items()}, "pass natural": 0.0}
 
 
-def test_measurements_with_different_thresholds_are_told_apart(tmp_path: Path) -> None:
+def test_measurements_with_different_thresholds_are_distinguished(tmp_path: Path) -> None:
     def with_eps(name: str, eps: float, rates: dict[str, list[float]] | None = None) -> Path:
         one = Measurement.load(make_measurement(tmp_path / name, model=name))
         one.model_copy(update={"eps": eps, "sink_rates": rates}).save(tmp_path / name)
@@ -208,7 +208,7 @@ def test_a_cell_whose_runs_are_gone_is_reported_from_the_summary(tmp_path: Path)
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_an_empty_or_missing_directory_says_what_was_looked_for(tmp_path: Path, exists: bool) -> None:
+def test_the_error_on_an_empty_or_missing_directory_lists_the_expected_files(tmp_path: Path, exists: bool) -> None:
     folder = tmp_path / "nothing"
     if exists:
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""The figures of a measurement with details: each says what it shows, with its numbers as text where they are few."""
+"""The figures of a measurement with details: their axes, their maps, and their numbers as text."""
 
 import re
 from io import StringIO
@@ -85,7 +85,7 @@ def test_each_figure_compiles_and_names_its_axes(drawn: dict[str, Figure], key: 
     assert [text for text in expected if text not in found] == []
 
 
-def test_the_entropy_of_the_states_stands_beside_the_norm_of_the_first_token_and_the_sink(
+def test_matrix_entropy_is_drawn_beside_the_norm_of_the_first_token_and_the_sink(
     drawn: dict[str, Figure],
 ) -> None:
     titles = ("Matrix entropy", "Norm ratio of the first token", "Sink₁ of the layer (percent of heads)")
@@ -102,7 +102,7 @@ def test_there_is_a_map_for_every_head_asked_for_and_none_shows_later_keys(drawn
     assert "averaged over blocks" in drawn["map-attention"].caption
 
 
-def test_numbers_of_the_figures_stand_as_text_in_the_page(folder: Path, measured: Measurement, tmp_path: Path) -> None:
+def test_numbers_of_the_figures_are_also_text_in_the_page(folder: Path, measured: Measurement, tmp_path: Path) -> None:
     details = measured.details
     assert details is not None
     cosine_first = details.by_layer["cosine_first"]
@@ -135,7 +135,7 @@ def test_details_of_one_model_are_drawn_beside_a_model_that_has_none(folder: Pat
     assert len(shown["importance-heads"].charts) == 2
 
 
-def test_a_diverging_scale_is_symmetric_and_holds_everything() -> None:
+def test_a_diverging_scale_is_symmetric_and_covers_all_values() -> None:
     scale = scale_over("cosine", [np.array([[-0.37, np.nan], [0.2, 0.1]])], diverging=True)
     assert (scale.low, scale.high) == (-0.4, 0.4)
     assert scale_over("sum", [np.array([[-3.0, 12.0]])]).low == -3
@@ -145,7 +145,7 @@ def test_a_diverging_scale_is_symmetric_and_holds_everything() -> None:
         assert (scale.low, scale.high) == (-1, 1)
 
 
-def test_the_queries_that_see_other_keys_are_drawn_where_all_see_the_first(measured: Measurement) -> None:
+def test_visible_queries_of_other_keys_are_drawn_if_all_queries_see_the_first_key(measured: Measurement) -> None:
     assert measured.details is not None
     half = np.full_like(measured.details.rest_by_query, 0.5)
     details = measured.details.model_copy(update={"rest_visible": half})

@@ -23,7 +23,7 @@ def changes(recipe: Recipe, base: str) -> list[str] | None:
 
 
 def trained(path: Path, seed: int = 0, *overrides: str, base: str = "tiny") -> Path:
-    """A run of a recipe that comes with sinklab, resolved, with the numbers of the fixtures."""
+    """A run of a shipped recipe, resolved, with the numbers of the fixtures."""
     make_run(path, seed=seed)
     recipe = load_recipe(base, [*overrides, f"seed={seed}", *(RESOLVED if base == "tiny" else [])])
     (path / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
@@ -48,7 +48,7 @@ def test_a_cell_says_which_recipe_it_changes_where_there_are_several(tmp_path: P
     assert data.cells == ["tiny, optim.lr=0.001", "60m"]
 
 
-def test_the_same_seed_twice_is_no_spread(tmp_path: Path) -> None:
+def test_two_runs_with_the_same_seed_are_two_cells(tmp_path: Path) -> None:
     assert len(collect([trained(tmp_path / "a"), trained(tmp_path / "b")]).cells) == 2
 
 
@@ -60,7 +60,7 @@ def test_a_cell_that_gets_a_name_does_not_get_that_of_another(tmp_path: Path) ->
     assert all(len(data.runs_of(cell)) == 1 for cell in data.cells)
 
 
-def test_a_name_without_room_for_all_changes_begins_with_what_tells_cells_apart(tmp_path: Path) -> None:
+def test_a_name_without_room_for_all_changes_begins_with_those_that_differ(tmp_path: Path) -> None:
     for rate in ("0.001", "0.002"):
         trained(tmp_path / rate, 0, *CHANGED, f"optim.lr={rate}")
     assert [cell.split(", ")[0] for cell in collect([tmp_path]).cells] == ["optim.lr=0.001", "optim.lr=0.002"]
@@ -82,14 +82,14 @@ def test_a_name_without_room_for_all_changes_begins_with_what_tells_cells_apart(
         (["train.steps=12", "data.bos=false"], ["data.bos=false", "train.steps=12"]),
     ],
 )
-def test_changes_are_said_as_set_takes_them(overrides: list[str], said: list[str]) -> None:
+def test_changes_are_written_as_the_option_set_accepts_them(overrides: list[str], said: list[str]) -> None:
     recipe = load_recipe("tiny", [*overrides, *RESOLVED])
     assert changes(recipe, "tiny") == said
     repeated = load_recipe("tiny", [*said, *RESOLVED, f"seed={recipe.seed}"])
     assert repeated.content_hash("") == recipe.content_hash("")
 
 
-def test_what_a_device_makes_of_auto_is_no_change() -> None:
+def test_a_setting_resolved_from_auto_is_not_listed_as_a_change() -> None:
     recipe = load_recipe("tiny-128", ["train.precision=bf16", *RESOLVED])
     assert changes(recipe, "tiny-128") == []
 

@@ -1,4 +1,4 @@
-"""The page: whole, offline, and safe whatever the names in it."""
+"""The page: complete, offline, and safe with any names in it."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def lab_page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     return Page(write_report([lab]).read_text(encoding="utf-8"))
 
 
-def test_the_page_says_what_was_done(lab_page: Page) -> None:
+def test_the_page_states_how_many_models_were_trained_for_how_long(lab_page: Page) -> None:
     assert "Three models were trained for 2,000 steps" in lab_page.text
 
 
@@ -54,7 +54,7 @@ def test_the_page_gives_mean_and_spread_over_seeds(lab_page: Page) -> None:
     assert "mean ± sample standard deviation" in lab_page.text
 
 
-def test_the_page_says_where_each_run_lies_and_what_it_ran_on(lab_page: Page) -> None:
+def test_the_page_has_the_directory_hash_versions_and_recipe_of_each_run(lab_page: Page) -> None:
     assert "seed_1" in lab_page.text
     assert "run hash a1b2c3d4" in lab_page.text
     assert "2.13.0" in lab_page.text
@@ -111,7 +111,7 @@ def test_every_chart_of_the_page_has_its_place_and_its_specification(lab_page: P
     assert len(places) == lines + heatmaps + norms
 
 
-def test_nothing_is_loaded_from_anywhere(lab_page: Page) -> None:
+def test_the_page_loads_no_external_resources(lab_page: Page) -> None:
     found = [a[name] for _, a in lab_page.elements for name in ("src", "href", "srcset", "data") if name in a]
     anchors = {f"#{a['id']}" for _, a in lab_page.elements if "id" in a}
     assert found
@@ -153,7 +153,7 @@ def test_a_run_in_progress_gets_a_report(tmp_path: Path) -> None:
     assert "not final" in page.text
 
 
-def test_the_report_goes_where_it_is_asked_to_with_its_charts_beside_it(tmp_path: Path) -> None:
+def test_the_report_is_written_to_the_given_path_with_its_charts_beside_it(tmp_path: Path) -> None:
     made = make_measurement(tmp_path / "model")
     path = write_report([made], out=tmp_path / "elsewhere" / "page.html", formats=("svg",))
     assert path == tmp_path / "elsewhere" / "page.html"

@@ -1,4 +1,4 @@
-"""The figure of the sink by threshold and length: made from the cells that say both, and only from several lengths."""
+"""The figure of the sink by threshold and length: from cells that set both, and only for several lengths."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def cell(eps: float, length: int, low: float | None = None) -> CellSummary:
     return CellSummary(change={"eps": eps, "length": length}, values={"sink_1": sink})
 
 
-def test_a_line_for_each_threshold_with_the_ends_of_its_draws() -> None:
+def test_the_figure_has_a_line_per_threshold_with_the_range_of_its_draws() -> None:
     cells = {f"eps_{eps}_length_{length}": cell(eps, length, 10.0) for eps in (0.4, 0.2) for length in (64, 16)}
     figure = length_figure({**cells, "other": CellSummary(change={"inputs": "random"})})
     assert figure is not None
@@ -28,11 +28,11 @@ def test_a_line_for_each_threshold_with_the_ends_of_its_draws() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(), (64,)])
-def test_without_several_lengths_there_is_no_such_figure(lengths: tuple[int, ...]) -> None:
+def test_without_several_lengths_there_is_no_figure_by_length(lengths: tuple[int, ...]) -> None:
     assert length_figure({str(length): cell(0.3, length) for length in lengths}) is None
 
 
-def test_one_draw_has_a_point_alone() -> None:
+def test_a_cell_with_one_draw_has_a_point_without_a_range() -> None:
     figure = length_figure({"a": cell(0.3, 16), "b": cell(0.3, 64)})
     assert figure is not None
     rows = figure.charts[0].to_dict()["data"]["values"]

@@ -42,7 +42,7 @@ def line_of(text: str, name: str) -> str:
     return next(line for line in text.splitlines() if line.strip(" │").startswith(name))
 
 
-def test_the_highest_is_of_the_positions_that_many_queries_see() -> None:
+def test_the_highest_sink_rate_is_over_positions_that_many_queries_see() -> None:
     assert highest_rate(MOVED) == (2, 76.8)
     assert highest_rate([5.0]) == (1, 5.0)
     assert highest_rate([]) is None
@@ -51,7 +51,7 @@ def test_the_highest_is_of_the_positions_that_many_queries_see() -> None:
     assert later_sink([0.1, 0.9, 0.0, 0.0]) is None  # noise is no sink
 
 
-def test_the_tables_of_experiments_say_where_the_sink_is_beside_the_first_tokens(sweep_folder: Path) -> None:
+def test_tables_of_experiments_state_the_position_of_a_moved_sink(sweep_folder: Path) -> None:
     [sweep] = collect([sweep_folder]).sweeps
     summary: Summary = sweep.summary
     texts = [
@@ -63,7 +63,7 @@ def test_the_tables_of_experiments_say_where_the_sink_is_beside_the_first_tokens
         assert "at position" not in line_of(text, "softmax")
 
 
-def test_so_do_the_page_and_the_leaderboard(sweep_folder: Path) -> None:
+def test_the_page_and_the_leaderboard_state_the_position_of_a_moved_sink(sweep_folder: Path) -> None:
     [sweep] = collect([sweep_folder]).sweeps
     section = next(one for one in experiment_sections([sweep], sweep_folder) if one.name == "table_4")
     rows = {name: [cell.note for _, cell in cells] for (name, _), *cells in section.table.cells()}
@@ -83,7 +83,7 @@ def test_summary_json_has_the_highest_rate_and_its_position() -> None:
     assert CellSummary().model_dump()["sink_max"] is None
 
 
-def test_so_do_the_lines_of_a_run_and_the_list_of_runs(tmp_path: Path) -> None:
+def test_the_lines_of_a_run_and_the_list_of_runs_state_the_position_of_a_moved_sink(tmp_path: Path) -> None:
     import numpy as np
 
     row = evaluation(100, 100, (18.0, None, 2.0, 3.0), np.random.default_rng(0)) | {"sink_rate": MOVED}

@@ -31,13 +31,13 @@ def test_the_terminal_shows_the_notes_of_a_measurement(tmp_path: Path) -> None:
     assert "note: tiny: out of memory: �[2Jhalved" in printed(collect([tmp_path / "model"]))
 
 
-def test_a_name_cannot_steer_the_terminal_or_its_markup(tmp_path: Path) -> None:
+def test_a_name_cannot_control_the_terminal_or_its_markup(tmp_path: Path) -> None:
     text = printed(collect([make_run(tmp_path / "run", name="[red]a\x1b[2Jb")]))
     assert "[red]a" in text
     assert "\x1b" not in text
 
 
-def test_a_narrow_terminal_has_the_last_columns_below_with_the_cells_once_more(tmp_path: Path) -> None:
+def test_a_narrow_terminal_repeats_the_cells_with_the_last_columns_below(tmp_path: Path) -> None:
     data = collect([make_lab(tmp_path / "lab")])
     text = printed(data, width=60)
     wide = printed(data, width=200)

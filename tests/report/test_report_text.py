@@ -30,7 +30,7 @@ def page_of(folder: Path) -> Page:
 @pytest.mark.parametrize(
     ("experiments", "title"), [(ONE, "table_4"), (EXPERIMENTS, "experiments at scale tiny")], ids=["one", "several"]
 )
-def test_a_sweep_is_called_by_what_is_in_it_wherever_it_was_packed(
+def test_the_title_of_a_sweep_names_its_experiments_wherever_it_was_packed(
     tmp_path: Path, experiments: dict, title: str
 ) -> None:
     packed = pack_sweep(collect([make_sweep(tmp_path / "sweep", experiments)]), tmp_path / "contpack")
@@ -59,7 +59,7 @@ def test_the_lead_names_the_largest_sink_on_a_bias_only_where_there_is_one(
     assert ("the strongest sink on a bias" in text) == said
 
 
-def test_a_sweep_begins_with_what_holds_and_the_growth_of_the_sink_and_ends_with_the_counts(tmp_path: Path) -> None:
+def test_the_page_of_a_sweep_begins_with_claims_that_hold_and_ends_with_counts_and_rule(tmp_path: Path) -> None:
     html = write_report([make_sweep(tmp_path / "sweep", ONE)]).read_text(encoding="utf-8")
     text = Page(html).text
     order = ("Holds (1 of", "Sink rate during training", "Our results", "Claims at tiny", "Decision rule")

@@ -1,4 +1,4 @@
-"""The page and the terminal say of a sweep what its summary and its run directories say."""
+"""The page and the terminal show the summary and the run directories of a sweep."""
 
 import io
 import json
@@ -70,7 +70,7 @@ def test_a_section_has_question_source_adaptation_numbers_claims_and_runs(page: 
         assert said in page.text
 
 
-def test_what_is_wrong_with_a_run_stands_on_the_page(page: Page) -> None:
+def test_the_page_reports_edited_failed_and_unfinished_runs(page: Page) -> None:
     assert "edited since it ended: metrics.jsonl" in page.text
     assert "the loss is not finite at step 312" in page.text
     assert "1 unfinished" in page.text
@@ -93,7 +93,7 @@ def test_every_link_to_a_recipe_leads_to_a_file(page: Page, sweep_folder: Path) 
     assert all((sweep_folder / unquote(link)).is_file() for link in links)
 
 
-def test_links_lead_to_the_runs_from_wherever_the_page_lies(tmp_path: Path, sweep_folder: Path) -> None:
+def test_links_lead_to_the_runs_from_a_page_in_another_folder(tmp_path: Path, sweep_folder: Path) -> None:
     written = write_report([sweep_folder], out=tmp_path / "else where" / "page.html")
     links = [str(a["href"]) for tag, a in Page(written.read_text(encoding="utf-8")).elements if tag == "a"]
     recipes = [link for link in links if not link.startswith("#")]
@@ -167,9 +167,7 @@ def test_the_layers_are_drawn_where_an_experiment_asks_which_comes_first(sweep_f
     assert {row["cell"] for row in rows} == {*EXPERIMENTS["table_2"].cells}
 
 
-def test_seeds_that_never_got_there_are_said_and_an_arrow_points_beyond_the_others(
-    sweep_folder: Path, tmp_path: Path
-) -> None:
+def test_seeds_without_the_event_are_counted_and_marked_by_an_arrow(sweep_folder: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(sweep_folder, tmp_path / "sweep"))
     summary = json.loads((folder / "summary.json").read_text())
     never, once = EXPERIMENTS["table_2"].cells[:2]
@@ -214,7 +212,7 @@ def test_cells_are_ordered_by_the_numbers_in_their_names() -> None:
 @pytest.mark.parametrize(
     "cells", [["softmax", "sigmoid"], ["lr_1_2k", "lr_2_4k", "lr_2_8k"], ["a_1", "a_2", "b_3"], []]
 )
-def test_cells_whose_names_say_no_order_have_none(cells: list[str]) -> None:
+def test_cells_whose_names_give_no_order_are_not_ordered(cells: list[str]) -> None:
     assert cell_order(cells) is None
 
 
@@ -239,7 +237,7 @@ def test_the_leaderboard_has_every_mitigation_with_its_loss_at_the_best_learning
     assert list(board.scores)[-1] == "elu1_normalised"
 
 
-def test_a_cell_that_trained_is_compared_with_what_the_paper_says_of_it(sweep_folder: Path) -> None:
+def test_cells_are_shown_beside_the_papers_results_including_failed_training(sweep_folder: Path) -> None:
     summary = collect([sweep_folder]).sweeps[0].summary
     columns, rows = table_texts(experiment_table(summary.experiments["table_6"], summary.cells_of("table_6")))
     cells = {row[0]: dict(zip([title for title, _ in columns], row, strict=True)) for row in rows}
@@ -300,7 +298,7 @@ def test_a_warning_names_the_replicate_of_its_experiment(tmp_path: Path) -> None
     assert "k_biases, draw 1: edited since it ended" in console.file.getvalue()
 
 
-def test_the_terminal_shows_ours_beside_the_papers_and_the_verdicts(sweep_folder: Path) -> None:
+def test_the_terminal_shows_our_numbers_the_papers_and_the_verdicts(sweep_folder: Path) -> None:
     console = Console(file=io.StringIO(), width=220)
     print_report(collect([sweep_folder]), console)
     assert isinstance(console.file, io.StringIO)

@@ -1,4 +1,4 @@
-"""Bits per byte: by hand, at cut characters, with and without BOS, where tokenizers differ, and where there is none."""
+"""Bits per byte: by hand, at cut characters, with and without BOS, across tokenizers, and where they are undefined."""
 
 import io
 import json
@@ -53,7 +53,9 @@ def bits_by_hand(folder: Path, texts: list[str], *, bos: bool) -> float:
 
 
 @pytest.mark.parametrize("bos", [False, True])
-def test_it_is_the_negative_log2_likelihood_over_the_bytes_of_what_was_predicted(tmp_path: Path, bos: bool) -> None:
+def test_bits_per_byte_are_the_negative_log2_likelihood_over_bytes_of_predicted_tokens(
+    tmp_path: Path, bos: bool
+) -> None:
     folder = tiny_model(tmp_path / "model", bos=bos)
     texts = [f"{number} {MANY_BYTES}" * 3 for number in range(4)]  # sequences end in the middle of a character
     measured = measure_model(str(folder), jsonl(tmp_path / "a.jsonl", *texts), SMALL)
@@ -75,7 +77,7 @@ def test_the_bytes_of_all_tokens_are_those_of_the_text_wherever_it_is_cut(tmp_pa
         assert [*found[:3].sizes, *found[3:].sizes] == list(found.sizes)
 
 
-def test_spaces_that_a_tokenizer_adds_after_special_tokens_are_no_text() -> None:
+def test_spaces_that_a_tokenizer_adds_after_special_tokens_are_not_counted() -> None:
     tokenizer = template_tokenizer(trained_backend("metaspace"), "<s>", "")
     text = "<s>The cat </s>sat on<|end|> the mat."
     found = spelled(tokenizer)(text)
@@ -86,7 +88,7 @@ def test_spaces_that_a_tokenizer_adds_after_special_tokens_are_no_text() -> None
     assert sum(found.sizes) == len(text)
 
 
-def test_from_where_a_tokenizer_leaves_something_out_nothing_is_claimed(data_dir: Path) -> None:
+def test_sizes_are_unknown_from_the_first_character_that_a_tokenizer_omits(data_dir: Path) -> None:
     pieces: Any = hf.AutoTokenizer.from_pretrained(data_dir / "models" / "TinyStories-656K")  # has no asterisk
     sizes = list(spelled(pieces)("Lily 3*i and more").sizes)
     first = sizes.index(UNKNOWN)
@@ -101,7 +103,7 @@ def spelled(tokenizer: hf.PreTrainedTokenizerFast):
     return spelling(encode, tokenizer.convert_ids_to_tokens, set(tokenizer.added_tokens_decoder))  # type: ignore[arg-type]
 
 
-def test_a_tokenizer_that_normalises_gives_none_and_the_notes_say_why(tmp_path: Path) -> None:
+def test_a_tokenizer_that_normalises_gives_no_bits_per_byte_and_a_note_says_why(tmp_path: Path) -> None:
     folder, text = tiny_model(tmp_path / "model"), jsonl(tmp_path / "a.jsonl", "Red Cat " * 20, "old dog " * 20)
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.normalizer = normalizers.Lowercase()  # type: ignore[assignment]
@@ -114,7 +116,7 @@ def test_a_tokenizer_that_normalises_gives_none_and_the_notes_say_why(tmp_path: 
     ]
 
 
-def test_tokens_of_no_text_have_none(tmp_path: Path) -> None:
+def test_tokens_without_a_text_have_no_bits_per_byte(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model")
     for inputs in ("random", "repeat"):
         measured = measure_model(str(folder), None, Request(options=Options(inputs=inputs), sequences=2, length=8))
@@ -125,7 +127,7 @@ def test_tokens_of_no_text_have_none(tmp_path: Path) -> None:
     assert given.document()["bits_per_byte"] is None
 
 
-def test_a_run_has_them_of_its_own_tokens_and_none_where_the_recipe_replaces_some(tmp_path: Path) -> None:
+def test_a_run_has_bits_per_byte_unless_its_recipe_replaces_tokens(tmp_path: Path) -> None:
     for name in ("bos", "random"):
         (tmp_path / name).mkdir()
     run, text = trained_run(tmp_path / "bos", {"bos": True})

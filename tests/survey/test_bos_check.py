@@ -1,4 +1,4 @@
-"""A model that is fed without the BOS that it was trained with, or with two, is named with what that costs."""
+"""The note on a model that reads no BOS or two, although it was trained with one, and what that adds to the loss."""
 
 import json
 import random
@@ -59,7 +59,7 @@ def notes_of(model: Path, text: Path, request: Request = ASKED) -> list[str]:
     return [note for note in measure_model(str(model), text, request).notes if NEEDS in note]
 
 
-def test_a_model_trained_with_bos_whose_tokenizer_lost_it_is_named_with_both_losses_and_sinks(folder: Path) -> None:
+def test_a_note_has_losses_and_sink_rates_with_and_without_a_missing_bos(folder: Path) -> None:
     (note,) = notes_of(folder / "with", folder / "text.jsonl")
     found = re.search(
         r"BOS <s>: with no BOS the loss is ([\d.]+) nats .* \(([\d.]+) and ([\d.]+), 8 sequences of 15 tokens\), and "
@@ -81,7 +81,7 @@ def test_a_model_trained_with_bos_whose_tokenizer_lost_it_is_named_with_both_los
     assert forced.loss == pytest.approx(with_bos, abs=0.5)  # also has the first digit, which cannot be known
 
 
-def test_a_model_trained_without_bos_is_not_named(folder: Path) -> None:
+def test_there_is_no_note_on_a_model_trained_without_bos(folder: Path) -> None:
     assert notes_of(folder / "without", folder / "text.jsonl") == []
 
 
@@ -97,7 +97,9 @@ def test_nothing_is_compared_where_bos_was_left_out_on_purpose_or_there_is_no_lo
 
 
 @pytest.mark.parametrize(("times", "named"), [(0, "no BOS"), (1, None), (2, "<s><s>")])
-def test_a_template_that_writes_bos_twice_or_not_at_all_is_named(folder: Path, times: int, named: str | None) -> None:
+def test_a_note_says_that_a_template_writes_bos_twice_or_not_at_all(
+    folder: Path, times: int, named: str | None
+) -> None:
     template = "{{ bos_token }}" * times + "{% for m in messages %}{{ m.content }}{% endfor %}"
     (folder / "with" / "chat_template.jinja").write_text(template)
     notes = notes_of(folder / "with", folder / "chats.jsonl")

@@ -40,7 +40,7 @@ def test_a_name_a_model_in_memory_and_the_command_give_the_same_result(tmp_path:
     assert numbers(given, "model") == numbers(expected, "model")
 
 
-def test_a_text_gives_the_bits_of_its_tokens(tmp_path: Path) -> None:
+def test_a_text_and_its_token_ids_give_the_same_results_bit_for_bit(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "model", bos=True)
     model = hf.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer: Any = hf.AutoTokenizer.from_pretrained(folder)
@@ -63,7 +63,7 @@ def test_a_list_of_messages_is_one_conversation_of_the_chat_template(tmp_path: P
     assert "conversations were rendered with the model's chat template" in found.notes
 
 
-def test_the_column_of_rows_is_named_in_python_and_on_the_command_line(
+def test_the_column_of_rows_can_be_chosen_in_python_and_on_the_command_line(
     tmp_path: Path, run: Callable[..., tuple[int, str, str]]
 ) -> None:
     folder, text = tiny_model(tmp_path / "model"), text_file(tmp_path / "text.jsonl")
@@ -134,7 +134,7 @@ def test_conversations_and_rows_are_documents_as_in_a_file(tmp_path: Path) -> No
     assert len(losses) == 1
 
 
-def test_bos_of_a_text_is_asked_for_or_left_out(tmp_path: Path) -> None:
+def test_bos_of_a_text_can_be_added_or_left_out(tmp_path: Path) -> None:
     folder, text = tiny_model(tmp_path / "model", bos=True), text_file(tmp_path / "text.jsonl")
     bare = sinklab.measure(str(folder), text=text, sequences=4, length=16, bos=False)
     assert not bare.bos

@@ -1,4 +1,4 @@
-"""The ablation of BOS is refused, with what to do, where no sequence has one."""
+"""The ablation of BOS is refused, with an alternative, if no sequence has one."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A model at several steps of its training: as one by one, in order, nothing lost by an interruption."""
+"""A model at several steps of its training: the same numbers as one by one, in order, nothing lost if interrupted."""
 
 import json
 import shutil
@@ -141,9 +141,7 @@ def test_a_curve_over_tokens_is_drawn_over_tokens(training: Path, text: Path, tm
     assert "cannot share an axis" in " ".join(err.split())
 
 
-def test_a_curve_holds_what_measuring_each_checkpoint_by_itself_gives(
-    training: Path, text: Path, tmp_path: Path
-) -> None:
+def test_a_curve_has_the_numbers_of_measuring_each_checkpoint_alone(training: Path, text: Path, tmp_path: Path) -> None:
     found = measure_checkpoints(str(training), [], text, SMALL, out=tmp_path / "out")
     rows = found.document()["checkpoints"]
     assert [row.step for row in (SuiteDocument.model_validate(found.document()).checkpoints or {}).values()] == sorted(
@@ -162,7 +160,7 @@ def test_a_curve_holds_what_measuring_each_checkpoint_by_itself_gives(
     assert all(set(row) == fields for row in rows.values())
 
 
-def test_an_interrupted_curve_continues_and_takes_in_what_came_later(
+def test_an_interrupted_curve_continues_and_includes_later_checkpoints(
     training: Path, text: Path, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(training, tmp_path / "growing")
@@ -191,7 +189,7 @@ def test_a_checkpoint_that_cannot_be_loaded_does_not_stop_the_others(
     assert "could not be loaded" in found.outcome.failed["step_20"]
 
 
-def test_what_a_run_of_ours_has_kept_is_its_curve(tmp_path: Path) -> None:
+def test_the_curve_of_a_run_has_its_kept_checkpoints(tmp_path: Path) -> None:
     run, text = trained_run(tmp_path, {})
     kept = [saved.step for saved in saved_models(str(run), [])]
     assert kept[-1] == 1

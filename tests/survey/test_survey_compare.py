@@ -33,7 +33,7 @@ def without_cost(measurement: Measurement) -> dict[str, object]:
     return {k: v for k, v in measurement.document().items() if k not in ("seconds", "peak_memory_mb")}
 
 
-def test_a_real_model_beside_a_random_one_gives_what_each_gives_by_itself(
+def test_a_comparison_has_the_numbers_of_measuring_each_model_alone(
     data_dir: Path, folder: Path, tmp_path: Path
 ) -> None:
     real, chat, text = str(data_dir / "models" / "TinyStories-656K"), str(folder / "chat"), data_dir / "chat"
@@ -91,7 +91,7 @@ def test_a_model_that_is_not_there_is_refused_before_the_others_are_measured(fol
     assert not (tmp_path / "out" / "base").exists()
 
 
-def test_models_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
+def test_models_are_named_by_the_fewest_last_parts_of_paths_that_differ(tmp_path: Path) -> None:
     for path in ("a/m", "b/m"):
         (tmp_path / path).mkdir(parents=True)
     a, b = str(tmp_path / "a" / "m"), str(tmp_path / "b" / "m")

@@ -45,7 +45,7 @@ def result(measurement: Measurement) -> dict[str, Any]:
     return {key: value for key, value in measurement.document().items() if key not in COST}
 
 
-def test_a_table_of_domains_holds_what_measuring_each_by_itself_gives(data_dir: Path, tmp_path: Path) -> None:
+def test_a_table_of_domains_has_the_numbers_of_measuring_each_alone(data_dir: Path, tmp_path: Path) -> None:
     folder, model = tmp_path / "texts", str(data_dir / "models" / "TinyStories-656K")
     folder.mkdir()
     for name in ("tinystories", "dm_mathematics", "github_code"):
@@ -87,7 +87,7 @@ def test_results_of_other_settings_are_never_mixed_in(model: str, texts: Path, t
         measure_domains(model, texts, SMALL, out=tmp_path / "out")
 
 
-def test_a_copy_of_the_text_is_the_same_text_and_a_change_is_seen_whatever_its_time(
+def test_a_copied_text_counts_as_the_same_and_a_changed_one_as_another_despite_its_time(
     model: str, texts: Path, tmp_path: Path
 ) -> None:
     measure_domains(model, texts, SMALL, out=tmp_path / "out")
@@ -103,7 +103,7 @@ def test_a_copy_of_the_text_is_the_same_text_and_a_change_is_seen_whatever_its_t
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "merges.txt", "tokenizer.model", "modeling_own.py"])
-def test_a_model_that_reads_text_otherwise_than_before_is_another_model(tmp_path: Path, name: str) -> None:
+def test_a_model_whose_tokenizer_or_code_files_changed_is_another_model(tmp_path: Path, name: str) -> None:
     folder = tiny_model(tmp_path / "model")
     before = model_files(folder)
     (folder / name).write_text("other", encoding="utf-8")
@@ -117,7 +117,7 @@ def test_a_domain_without_usable_text_does_not_stop_the_others(model: str, texts
     assert "0 of its 12 documents have 16 tokens" in domains.outcome.failed["aaa"]
 
 
-def test_what_is_wrong_for_every_domain_is_refused(model: str, texts: Path) -> None:
+def test_settings_that_fail_for_every_domain_are_refused(model: str, texts: Path) -> None:
     with pytest.raises(InputError, match=r"65 tokens are beyond"):
         measure_domains(model, texts, Request(sequences=4, length=65))
 
@@ -136,7 +136,7 @@ def test_a_note_says_how_the_sequences_were_taken_from_the_files_of_a_folder(
     assert f"the sequences {how} the 3 files of {texts}" in notes
 
 
-def test_files_that_are_no_domain_are_named(model: str, texts: Path) -> None:
+def test_files_that_are_not_domains_are_listed(model: str, texts: Path) -> None:
     (texts / "README.md").write_text("# Texts\n")
     said: list[str] = []
     domains = measure_domains(model, texts, SMALL, observe=lambda event: said.append(event.text))
