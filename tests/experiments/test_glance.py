@@ -60,6 +60,9 @@ def test_at_laptop_a_statement_has_claims_and_a_number_of_that_scale(statement: 
         assert number.cell in experiment.cells_at("laptop")
         assert quantity(number.value).unit == "%"
         assert 0 <= number.paper <= 100  # the row is in published.yaml
+
+
+def test_no_claim_at_laptop_belongs_to_two_statements() -> None:
     named = {claim for one in statements() if one.laptop for claim in one.laptop.claims}
     assert len(named) == sum(len(one.laptop.claims) for one in statements() if one.laptop)
 

@@ -1,20 +1,19 @@
 """The paper as data: every published number has its row, every row a cell or a reason, and every cell is a recipe."""
 
-import os
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from conftest import DATA
 
 from sinklab.experiments.definition import SCALES, Experiment, Scale
 from sinklab.experiments.shipped import experiment_ids, load_experiment
 from sinklab.train.recipe import Recipe, build_recipe, recipe_values
 
-RESULTS = Path(os.environ.get("SINKLAB_DATA", "../shared/data")).parent / "paper" / "results.yaml"
+RESULTS = DATA.parent / "paper" / "results.yaml"
 needs_the_paper = pytest.mark.skipif(not RESULTS.is_file(), reason=f"the paper's numbers are not at {RESULTS}")
 
 PAPER = [
@@ -97,9 +96,10 @@ def numbers_of(row: Mapping[str, object]) -> dict[str, float]:
 def test_the_columns_of_a_table_are_its_published_rows(table: str) -> None:
     ours = list(published()[LISTS[table][0]].values())
     theirs = results()[table]
-    for column, name in (("sink1", "sink_1"), ("star", "sink_bias"), ("valid_loss", "valid_loss")):
-        if column in theirs:
-            assert [row[name] for row in ours] == theirs[column]
+    names = {"sink1": "sink_1", "star": "sink_bias", "valid_loss": "valid_loss"}
+    assert names.keys() & theirs.keys()
+    for column in names.keys() & theirs.keys():
+        assert [row[names[column]] for row in ours] == theirs[column]
 
 
 @needs_the_paper

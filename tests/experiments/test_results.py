@@ -30,15 +30,19 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 def test_numbers_of_a_run_are_means_of_its_last_three_evaluations(run: Path) -> None:
-    last = json.loads((run / METRICS).read_text().splitlines()[-1])
+    untrained, last = map(json.loads, (run / METRICS).read_text().splitlines())
+    rows = [untrained]
+    for step, rate, loss, ratio in ((1, 90, 9, 8), (2, 10, 3, 2), (3, 20, 4, 3), (4, 60, 2, 7)):
+        changed = {"sink_rate": [rate, *last["sink_rate"][1:]], "valid_loss": loss, "hidden_norm_ratio": [1, ratio, 1]}
+        rows.append({**last, **changed, "step": step})
+    (run / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
     numbers = read_numbers(run)
     assert numbers.seed == 0
-    assert numbers.last.sink_rate == last["sink_rate"]
-    rows = [json.loads(line) for line in (run / METRICS).read_text().splitlines()][1:][-3:]  # without step 0
-    assert numbers.value("sink_1") == pytest.approx(np.mean([row["sink_rate"][0] for row in rows]))
-    assert numbers.value("valid_loss") == pytest.approx(np.mean([row["valid_loss"] for row in rows]))
-    assert numbers.value("norm_ratio") == pytest.approx(np.mean([max(row["hidden_norm_ratio"]) for row in rows]))
-    assert [one.step for one in numbers.readings] == sorted({one.step for one in numbers.readings})
+    assert numbers.last.sink_rate == rows[-1]["sink_rate"]
+    assert numbers.value("sink_1") == pytest.approx(30)
+    assert numbers.value("valid_loss") == pytest.approx(3)
+    assert numbers.value("norm_ratio") == pytest.approx(4)
+    assert [one.step for one in numbers.readings] == [0, 1, 2, 3, 4]
 
 
 def test_sink_rates_of_heads_equal_those_of_the_measurement(run: Path) -> None:

@@ -178,9 +178,7 @@ def test_reading_and_the_terminal_work_without_the_chart_libraries() -> None:
     program = (
         "import sys; sys.modules['altair'] = sys.modules['vl_convert'] = None\n"
         "import sinklab, sinklab.report, sinklab.report.collect, sinklab.report.cells\n"
-        "import sinklab.commands.results\n"
-        "import importlib.util\n"
-        "if importlib.util.find_spec('sinklab.commands.app'): import sinklab.commands.app\n"
+        "import sinklab.commands.results, sinklab.commands.app\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -69,11 +69,10 @@ class BrowserTab:
         elif event == "Log.entryAdded" and said["entry"]["level"] in ("error", "warning"):
             self.complaints.append(said["entry"]["text"])
 
-    def open(self, page: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+    def open(self, page: Path, width: int = 1280, height: int = 900) -> None:
         """Open a page in a window of that size, and wait until its first charts are drawn."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
         self.call("Page.navigate", url=page.as_uri())
         self.until("document.body && document.body.dataset.charts === 'drawn'")
 
@@ -136,11 +135,6 @@ class BrowserTab:
         about = {"key": key, "code": "Space" if key == " " else key, "windowsVirtualKeyCode": code}
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **about)
         self.call("Input.dispatchKeyEvent", type="keyUp", **about)
-
-    def picture(self, file: Path, whole: bool = False) -> None:
-        """A PNG of the window, or of the whole page."""
-        found = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
-        file.write_bytes(base64.b64decode(found["data"]))
 
     def printed(self, file: Path) -> None:
         """The page as PDF."""

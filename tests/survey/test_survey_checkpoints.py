@@ -257,6 +257,7 @@ def test_the_command_ends_in_a_table_a_document_and_a_report(
     assert status == 0, err
     assert all(word in out for word in ("growing at", "checkpoints", "checkpoint-3000", "3,000", "Sink₁"))
     status, out, err = run(*call, "--json")
+    assert status == 0, err
     assert json.loads(out) == json.loads((tmp_path / "out" / "checkpoints.json").read_text())
     assert "step_20: Sink_1" in err
     assert "(kept)" in err

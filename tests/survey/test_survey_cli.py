@@ -55,6 +55,7 @@ def test_a_comparison_prints_both_models_and_their_difference(run: Run, models: 
     assert status == 0, err
     assert all(word in out for word in ("gpt2", "pythia-14m", "Difference", "Sink_1", "loss (nats/token)"))
     status, out, err = run(*call, "--json")
+    assert status == 0, err
     assert json.loads(out) == json.loads((tmp_path / "out" / "comparison.json").read_text())
 
 
