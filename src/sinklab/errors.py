@@ -6,13 +6,14 @@ sinklab is not on a package index, so pip cannot find its extras by name.
 """
 
 import importlib.util
+import inspect
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib.metadata import PackageNotFoundError, distribution
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -62,24 +63,40 @@ _ARGUMENTS = {
     "keep": "kept",
     "budget": "budgets",
 }
+"""Arguments whose names differ from their command-line options, without the dashes of these."""
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-@contextmanager
-def named_arguments() -> Iterator[None]:
-    """Name arguments instead of options in the messages of errors, for functions that are called in Python.
+def with_named_arguments(*more: str) -> Callable[[F], F]:
+    """Decorate a function that is called in Python: messages of its errors name its arguments instead of options.
 
-    "--stream-length 9" becomes "`stream_length=9`".
+    "--stream-length 9" becomes "`stream_length=9`"; options that are not arguments are kept.
+
+    Args:
+        more: arguments that the function takes as keywords but that are not in its signature.
     """
 
-    def argument(option: re.Match[str]) -> str:
-        name, value = option.groups()
-        return f"`{_ARGUMENTS.get(name, name.replace('-', '_'))}{f'={value}' if value else ''}`"
+    def decorated(function: F) -> F:
+        known = {*inspect.signature(function).parameters, *more}
 
-    try:
-        yield
-    except SinklabError as error:
-        error.args = (re.sub(r"--([a-z][a-z-]*)(?: (\d[\d.]*\b|'[^']*'))?", argument, str(error)), *error.args[1:])
-        raise
+        def argument(option: re.Match[str]) -> str:
+            name, value = option.groups()
+            ours = _ARGUMENTS.get(name, name.replace("-", "_"))
+            return f"`{ours}{f'={value}' if value else ''}`" if ours.partition("=")[0] in known else option[0]
+
+        @wraps(function)
+        def called(*given: Any, **named: Any) -> Any:
+            try:
+                return function(*given, **named)
+            except SinklabError as error:
+                message = re.sub(r"--([a-z][a-z-]*)(?: (\d[\d.]*\b|'[^']*'))?", argument, str(error))
+                error.args = (message, *error.args[1:])
+                raise
+
+        return cast(F, called)
+
+    return decorated
 
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")

@@ -88,7 +88,7 @@ def test_shorter_lengths_from_one_pass_equal_sequences_that_were_cut(family: str
 @pytest.mark.parametrize("lengths", [[0], [5, 5], [9, 5], [LENGTH]])
 def test_lengths_that_do_not_increase_up_to_the_sequences_are_refused(lengths: list[int]) -> None:
     with pytest.raises(
-        InputError, match=r"use increasing lengths from 1 to 13|--lengths 0: .* greater than or equal to 1"
+        InputError, match=r"use increasing lengths from 1 to 13|`lengths=0`: .* greater than or equal to 1"
     ):
         measure(pair_of("llama")[0], family_tokens(), lengths=lengths)
 

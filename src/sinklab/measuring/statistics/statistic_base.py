@@ -191,7 +191,9 @@ class WithArrays(Part):
         return (
             mine.keys() == theirs.keys()
             and all(np.array_equal(array, theirs[name], equal_nan=True) for name, array in mine.items())
-            and all(getattr(self, name) == getattr(other, name) for name in type(self).model_fields if name not in names)
+            and all(
+                getattr(self, name) == getattr(other, name) for name in type(self).model_fields if name not in names
+            )
         )
 
     def check_arrays(self, **sizes: int) -> None:
