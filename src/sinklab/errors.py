@@ -55,16 +55,6 @@ class StoppedError(SinklabError):
     """
 
 
-_ARGUMENTS = {
-    "bos": "bos=True",
-    "no-bos": "bos=False",
-    "map": "maps",
-    "cache": "caches",
-    "keep": "kept",
-    "budget": "budgets",
-}
-"""Arguments whose names differ from their command-line options, without the dashes of these."""
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -79,19 +69,20 @@ def with_named_arguments(*more: str) -> Callable[[F], F]:
 
     def decorated(function: F) -> F:
         known = {*inspect.signature(function).parameters, *more}
+        arguments = {one.removesuffix("s"): one for one in known} | {one.replace("_", "-"): one for one in known}
+        arguments |= {"bos": "bos=True", "no-bos": "bos=False", "keep": "kept"}
 
         def argument(option: re.Match[str]) -> str:
-            name, value = option.groups()
-            ours = _ARGUMENTS.get(name, name.replace("-", "_"))
-            return f"`{ours}{f'={value}' if value else ''}`" if ours.partition("=")[0] in known else option[0]
+            name, value = option["name"], option["value"]
+            return f"`{arguments[name]}{f'={value}' if value else ''}`" if name in arguments else option[0]
 
         @wraps(function)
         def called(*given: Any, **named: Any) -> Any:
             try:
                 return function(*given, **named)
             except SinklabError as error:
-                message = re.sub(r"--([a-z][a-z-]*)(?: (\d[\d.]*\b|'[^']*'))?", argument, str(error))
-                error.args = (message, *error.args[1:])
+                pattern = r"--(?P<name>[a-z][a-z-]*)(?: (?P<value>\d[\d.]*\b|'[^']*'))?"
+                error.args = (re.sub(pattern, argument, str(error)), *error.args[1:])
                 raise
 
         return cast(F, called)

@@ -118,7 +118,6 @@ class Advice(VersionedDocument):
         tolerance: largest loss in nats per token that a decision may add.
         decisions: question, answer and evidence of each decision.
         servers: settings by server, ready to paste.
-        undecided: servers that have no settings, because these would rest on an undecided answer.
         notes: notes of the assessment.
     """
 
@@ -126,7 +125,6 @@ class Advice(VersionedDocument):
     tolerance: float
     decisions: list[Decision]
     servers: dict[str, str]
-    undecided: list[str]
     notes: list[str]
 
     def text(self, full: bool = True) -> str:
@@ -135,11 +133,6 @@ class Advice(VersionedDocument):
         for one in self.decisions:
             lines.append(f"  {one.question}: {one.answer}")
             lines += [f"      {one.evidence}"] if full else []
-        if self.undecided:
-            lines.append(
-                f"No settings for {', '.join(self.undecided)}: they rest on undecided answers; to decide these, repeat "
-                "without --quick or with more --text and --sequences (and another --out)."
-            )
         lines += [f"{server}:  {setting}" for server, setting in self.servers.items()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes if full)])
 
@@ -213,13 +206,14 @@ def advice_of(
         decisions += [_heads(cache, tolerance), _prefix(cache, token_texts, tokens_NT)]
     if isinstance(quantisation := results.get("quantisation"), Quantisation):
         decisions.append(_activations(quantisation, tolerance))
-    undecided = ["kvpress"] if first == UNDECIDED else []
-    if first and not undecided:
-        servers["kvpress"] = f"press = StreamingLLMPress(compression_ratio=0.5, n_sink={first})"
+    if first:
+        press = "StreamingLLMPress(compression_ratio=0.5, n_sink={})"
+        repeat = "repeat without --quick, or with more --text and --sequences (and another --out)"
+        undecided = f"# undecided: {press.format('N')}; {repeat}"
+        servers["kvpress"] = undecided if first == UNDECIDED else f"press = {press.format(first)}"
     decisions += [Decision(part, "not assessed", why) for part, why in done.skipped.items() if part in PARTS]
     notes = [*done.notes, *done.errors(), f"settings follow the documentation of {READ}"]
-    decided = {"decisions": decisions, "servers": servers, "undecided": undecided}
-    return Advice(model=done.model, tolerance=tolerance, notes=notes, **decided)
+    return Advice(model=done.model, tolerance=tolerance, decisions=decisions, servers=servers, notes=notes)
 
 
 def first_tokens(streaming: Streaming, tolerance: float) -> tuple[int | None, Decision]:
