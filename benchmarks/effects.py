@@ -58,8 +58,8 @@ is one change of the recipe.
 
 **Sink_1** is the sink rate of the first token, and **bias** that of a key bias, sink token, sink logit or the rest of
 stick-breaking attention, both in % of heads. **Loss** is the validation loss minus that of the unchanged model with the
-same seed, in nats per token. All are means of the last three evaluations, and medians over the seeds in the last column,
-with [smallest, largest]. The sink rates of attention whose scores do not sum to one are computed from
+same seed, in nats per token. All are means of the last three evaluations, and medians over the seeds in the last
+column, with [smallest, largest]. The sink rates of attention whose scores do not sum to one are computed from
 [proxy scores](glossary.md). Sinks on other tokens, such as a fixed second token, are not included. Under a window,
 queries that do not see the first token count as 0. Without BOS texts are cut differently, a fixed token is itself
 predicted, and a prefix is not, so these losses differ for other reasons as well.
