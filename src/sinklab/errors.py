@@ -55,10 +55,10 @@ class StoppedError(SinklabError):
     """
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def with_named_arguments(*more: str) -> Callable[[F], F]:
+def with_named_arguments(*more: str) -> Callable[[Function], Function]:
     """Decorate a function that is called in Python: messages of its errors name its arguments instead of options.
 
     "--stream-length 9" becomes "`stream_length=9`"; options that are not arguments are kept.
@@ -67,7 +67,7 @@ def with_named_arguments(*more: str) -> Callable[[F], F]:
         more: arguments that the function takes as keywords but that are not in its signature.
     """
 
-    def decorated(function: F) -> F:
+    def decorated(function: Function) -> Function:
         known = {*inspect.signature(function).parameters, *more}
         arguments = {one.removesuffix("s"): one for one in known} | {one.replace("_", "-"): one for one in known}
         arguments |= {"bos": "bos=True", "no-bos": "bos=False", "keep": "kept"}
@@ -85,7 +85,7 @@ def with_named_arguments(*more: str) -> Callable[[F], F]:
                 error.args = (re.sub(pattern, argument, str(error)), *error.args[1:])
                 raise
 
-        return cast(F, called)
+        return cast(Function, called)
 
     return decorated
 
