@@ -43,7 +43,7 @@ LAYERS = (
 
 LINES = 600
 FILES = 30
-MOST_CODE, MOST_FILES, MOST_FUNCTIONS = 31_790, 177, 86
+MOST_CODE, MOST_FILES, MOST_FUNCTIONS = 31_783, 177, 86
 """Lines of code, files, and functions per 1,000 lines of the package; raising one needs a reason in docs/log.md."""
 
 

@@ -6,14 +6,13 @@ sinklab is not on a package index, so pip cannot find its extras by name.
 """
 
 import importlib.util
-import inspect
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -55,39 +54,28 @@ class StoppedError(SinklabError):
     """
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def with_named_arguments(*more: str) -> Callable[[Function], Function]:
+@contextmanager
+def named_arguments(*known: str) -> Iterator[None]:
     """Decorate a function that is called in Python: messages of its errors name its arguments instead of options.
 
     "--stream-length 9" becomes "`stream_length=9`"; options that are not arguments are kept.
 
     Args:
-        more: arguments that the function takes as keywords but that are not in its signature.
+        known: names of the arguments.
     """
+    arguments = {one.removesuffix("s"): one for one in known} | {one.replace("_", "-"): one for one in known}
+    arguments |= {"bos": "bos=True", "no-bos": "bos=False", "keep": "kept"}
 
-    def decorated(function: Function) -> Function:
-        known = {*inspect.signature(function).parameters, *more}
-        arguments = {one.removesuffix("s"): one for one in known} | {one.replace("_", "-"): one for one in known}
-        arguments |= {"bos": "bos=True", "no-bos": "bos=False", "keep": "kept"}
+    def argument(option: re.Match[str]) -> str:
+        name, value = option["name"], option["value"]
+        return f"`{arguments[name]}{f'={value}' if value else ''}`" if name in arguments else option[0]
 
-        def argument(option: re.Match[str]) -> str:
-            name, value = option["name"], option["value"]
-            return f"`{arguments[name]}{f'={value}' if value else ''}`" if name in arguments else option[0]
-
-        @wraps(function)
-        def called(*given: Any, **named: Any) -> Any:
-            try:
-                return function(*given, **named)
-            except SinklabError as error:
-                pattern = r"--(?P<name>[a-z][a-z-]*)(?: (?P<value>\d[\d.]*\b|'[^']*'))?"
-                error.args = (re.sub(pattern, argument, str(error)), *error.args[1:])
-                raise
-
-        return cast(Function, called)
-
-    return decorated
+    try:
+        yield
+    except SinklabError as error:
+        pattern = r"--(?P<name>[a-z][a-z-]*)(?: (?P<value>\d[\d.]*\b|'[^']*'))?"
+        error.args = (re.sub(pattern, argument, str(error)), *error.args[1:])
+        raise
 
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")

@@ -12,14 +12,14 @@ from sinklab.assessing.assess_model import assess as assess_opened
 from sinklab.assessing.parts.caches import PromptCache
 from sinklab.assessing.settings import TOLERANCE, AssessOptions
 from sinklab.data.textfiles import given_text
-from sinklab.errors import InputError, with_named_arguments
+from sinklab.errors import InputError, named_arguments
 from sinklab.measuring.inputs import batch_tokens, token_matrix
 from sinklab.models.adapter import LanguageModel, unwrapped
 from sinklab.models.huggingface.loading import AS_IT_IS, Loading
 from sinklab.opening import model_in_memory, open_model
 
 
-@with_named_arguments(*AssessOptions.model_fields)
+@named_arguments("text", "tokenizer", "tolerance", *AssessOptions.model_fields)
 def assess(
     model: "LanguageModel | str | Path",
     tokens: Tensor | np.ndarray | Sequence[Sequence[int]] | Mapping[str, Any] | Iterable[Any] | None = None,

@@ -15,7 +15,7 @@ from transformers.training_args import TrainingArguments
 
 from sinklab.attention.masks import real_tokens
 from sinklab.data.textfiles import given_text
-from sinklab.errors import InputError, with_named_arguments
+from sinklab.errors import InputError, named_arguments
 from sinklab.measuring.driver import measure as measure_tokens
 from sinklab.measuring.driver import measure_with_study
 from sinklab.measuring.inputs import batch_tokens, token_matrix
@@ -31,7 +31,7 @@ from sinklab.schema import finite_or_none
 from sinklab.survey.measure import measure_loaded
 
 
-@with_named_arguments()
+@named_arguments("text", "tokenizer", *Request.model_fields, *Options.model_fields, *Study.model_fields)
 def measure(
     model: "LanguageModel | str | Path",
     tokens: Tensor | np.ndarray | Sequence[Sequence[int]] | Mapping[str, Any] | Iterable[Any] | None = None,
